@@ -1,0 +1,25 @@
+"""Trajectories and their files: integers and floats in numpy arrays, no torch."""
+
+from prefixflow.trajectories.reader import (
+    read_trajectories,
+    routes_path,
+    trajectory_files,
+    write_trajectories,
+)
+from prefixflow.trajectories.types import (
+    Trajectory,
+    TrajectoryError,
+    check_limits,
+    check_trajectories,
+)
+
+__all__ = [
+    "Trajectory",
+    "TrajectoryError",
+    "check_limits",
+    "check_trajectories",
+    "read_trajectories",
+    "routes_path",
+    "trajectory_files",
+    "write_trajectories",
+]
