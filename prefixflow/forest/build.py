@@ -1,0 +1,111 @@
+"""Build the forest: sort each group's trajectories, and let adjacent longest common prefixes make the trie.
+
+Steps: (1) trajectories of one group are sorted by their tokens; (2) the longest common prefix of neighbours, in
+positions, is one less than in tokens, since a position is a (token, next token) pair: the last common token predicts
+different successors and so falls into each branch; (3) one pass with a stack turns sorted neighbours into a
+compressed trie; (4) children stand in order of first appearance. Linear in tokens but for the sort.
+
+Only trajectories of the same group *and* with equal tokens share: the group id decides the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from prefixflow.forest.forest import Forest, renumber
+from prefixflow.ranges import Range
+from prefixflow.trajectories.types import Trajectory
+
+
+@dataclass(slots=True)
+class _Node:
+    """Trie node under construction: positions up to `stop`; its start is the parent's stop."""
+
+    stop: int
+    ends: list[int] = field(default_factory=list)
+    children: list[_Node] = field(default_factory=list)
+    members: tuple[int, ...] = ()
+
+
+def build_forest(
+    trajectories: Sequence[Trajectory],
+    *,
+    dense_trees: Collection[int] | None = (),
+    omit: Collection[int] = (),
+) -> Forest:
+    """The forest of `trajectories`; tree i is the i-th group in order of first appearance.
+
+    In `dense_trees` (None: in all) every trajectory has its own root: the dense problem, run by the same code.
+    `omit` are indices of trajectories that are counted but not run.
+    """
+    lengths = tuple(len(t.tokens) - 1 for t in trajectories)
+    omitted = frozenset(omit) | {i for i, length in enumerate(lengths) if length < 1}
+    groups: dict[str, list[int]] = {}
+    for index, trajectory in enumerate(trajectories):
+        groups.setdefault(trajectory.group, []).append(index)
+    rows: list[tuple[int | None, int, Range, tuple[int, ...]]] = []
+    for tree, indices in enumerate(groups.values()):
+        run = [i for i in indices if i not in omitted]
+        if dense_trees is not None and tree not in dense_trees:
+            roots = _trie({i: trajectories[i].tokens for i in run})
+        else:
+            roots = [_Node(lengths[i], ends=[i], members=(i,)) for i in run]
+        _emit(roots, tree, rows)
+    return Forest(renumber(rows), len(groups), lengths, omitted)
+
+
+def common_positions(left: np.ndarray, right: np.ndarray) -> int:
+    """Number of leading (token, next token) pairs on which two token arrays agree."""
+    length = min(len(left), len(right))
+    differing = left[:length] != right[:length]
+    first = int(differing.argmax()) if differing.any() else length
+    return max(0, first - 1)
+
+
+def _trie(tokens: dict[int, np.ndarray]) -> list[_Node]:
+    # Big-endian bytes compare like the integers they hold, so the sort runs in memcmp.
+    keys = {i: array.astype(">u8").tobytes() for i, array in tokens.items()}
+    order = sorted(tokens, key=lambda i: (keys[i], i))
+    root = _Node(0)
+    stack = [root]
+    for previous, index in zip([None, *order], order, strict=False):
+        shared = 0 if previous is None else common_positions(tokens[previous], tokens[index])
+        _close(stack, shared)
+        if len(tokens[index]) - 1 > stack[-1].stop:
+            stack.append(_Node(len(tokens[index]) - 1))
+        stack[-1].ends.append(index)
+    _close(stack, 0)
+    _set_members(root)
+    return root.children
+
+
+def _close(stack: list[_Node], depth: int) -> None:
+    """Pop finished nodes until the top of the stack ends at `depth`, splitting a node that passes over it."""
+    while stack[-1].stop > depth:
+        finished = stack.pop()
+        if stack[-1].stop < depth:
+            stack.append(_Node(depth))
+        stack[-1].children.append(finished)
+
+
+def _set_members(root: _Node) -> None:
+    """Fill members bottom-up and order children by first appearance (iteratively: chains can be deep)."""
+    order = [root]
+    for node in order:
+        order.extend(node.children)
+    for node in reversed(order):
+        members = [*node.ends, *(m for child in node.children for m in child.members)]
+        node.members = tuple(sorted(members))
+        node.children.sort(key=lambda child: child.members[0])
+
+
+def _emit(roots: list[_Node], tree: int, rows: list[tuple[int | None, int, Range, tuple[int, ...]]]) -> None:
+    stack: list[tuple[_Node, int | None, int]] = [(node, None, 0) for node in reversed(roots)]
+    while stack:
+        node, parent, start = stack.pop()
+        index = len(rows)
+        rows.append((parent, tree, Range(start, node.stop), node.members))
+        stack.extend((child, index, node.stop) for child in reversed(node.children))

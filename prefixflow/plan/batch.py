@@ -1,0 +1,101 @@
+"""The integers of one microbatch: tokens, positions and the rows that own a log-probability.
+
+Words. *Entry*: a trained (trajectory, token) pair; entry t is about token t as predicted from the tokens before it, so
+its log-probability is formed at position t - 1. *Row*: a (position, temperature) of the microbatch that at least one
+entry needs; entries of several trajectories may share a row (shared response tokens), each with its own advantage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefixflow.forest.forest import Forest
+from prefixflow.plan.microbatch import Microbatch
+from prefixflow.trajectories.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicrobatchArrays:
+    """Arrays of one microbatch of T physical tokens, R rows and E entries (all int64 but `row_temperature`).
+
+    tokens, positions [T]: padding has token 0 and position 0.
+    row_index [R]: place in the microbatch; row_label [R]: token scored there; row_temperature [R] float64.
+    entry_row [E]: row of each entry; entry_trajectory, entry_token [E]: which (trajectory, token) it is.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    row_index: np.ndarray
+    row_label: np.ndarray
+    row_temperature: np.ndarray
+    entry_row: np.ndarray
+    entry_trajectory: np.ndarray
+    entry_token: np.ndarray
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_index)
+
+
+def microbatch_arrays(forest: Forest, microbatch: Microbatch, trajectories: Sequence[Trajectory]) -> MicrobatchArrays:
+    """Gather the arrays of `microbatch`."""
+    num_physical = microbatch.num_physical_tokens
+    tokens = np.zeros(num_physical, np.int64)
+    positions = np.zeros(num_physical, np.int64)
+    labels = np.zeros(num_physical, np.int64)
+    entries: list[tuple[np.ndarray, np.ndarray, np.ndarray, float]] = []
+    for s, span in zip(microbatch.segments, microbatch.spans, strict=True):
+        segment = forest.segments[s]
+        source = trajectories[segment.source].tokens
+        start, stop = segment.span.start, segment.span.stop
+        tokens[span.slice] = source[start:stop]
+        labels[span.slice] = source[start + 1 : stop + 1]
+        positions[span.slice] = np.arange(start, stop)
+        for member in segment.members:
+            trained = np.flatnonzero(trajectories[member].loss_mask[start + 1 : stop + 1])
+            if len(trained):
+                owner = np.full(len(trained), member, np.int64)
+                temperature = float(trajectories[member].temperature)
+                entries.append((trained + span.start, owner, trained + start + 1, temperature))
+    return _with_rows(tokens, positions, labels, entries)
+
+
+def _with_rows(
+    tokens: np.ndarray,
+    positions: np.ndarray,
+    labels: np.ndarray,
+    entries: list[tuple[np.ndarray, np.ndarray, np.ndarray, float]],
+) -> MicrobatchArrays:
+    empty = np.zeros(0, np.int64)
+    place = np.concatenate([e[0] for e in entries]) if entries else empty
+    temperature = np.concatenate([np.full(len(e[0]), e[3]) for e in entries]) if entries else np.zeros(0)
+    distinct_temperatures, temperature_id = np.unique(temperature, return_inverse=True)
+    key = place * max(len(distinct_temperatures), 1) + temperature_id
+    rows, entry_row = np.unique(key, return_inverse=True)
+    row_index = rows // max(len(distinct_temperatures), 1)
+    row_temperature = distinct_temperatures[rows % len(distinct_temperatures)] if len(rows) else np.zeros(0)
+    return MicrobatchArrays(
+        tokens=tokens,
+        positions=positions,
+        row_index=row_index,
+        row_label=labels[row_index],
+        row_temperature=row_temperature,
+        entry_row=entry_row.astype(np.int64),
+        entry_trajectory=np.concatenate([e[1] for e in entries]) if entries else empty,
+        entry_token=np.concatenate([e[2] for e in entries]) if entries else empty,
+    )
+
+
+def segment_row_counts(forest: Forest, trajectories: Sequence[Trajectory]) -> list[int]:
+    """Rows each segment owns (distinct positions with a trained successor), for the cost model."""
+    counts = []
+    for segment in forest.segments:
+        start, stop = segment.span.start + 1, segment.span.stop + 1
+        first = trajectories[segment.source].loss_mask[start:stop]
+        if segment.is_shared:
+            first = np.logical_or.reduce([trajectories[m].loss_mask[start:stop] for m in segment.members])
+        counts.append(int(np.count_nonzero(first)))
+    return counts

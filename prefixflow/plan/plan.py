@@ -1,0 +1,241 @@
+"""The plan of one step: forest, placement over data-parallel ranks, microbatches, and what reuse is worth.
+
+Steps: (1) the forest of the batch (reuse off: every trajectory by itself); (2) `auto` keeps a group dense where sharing
+saves less than it costs; (3) segments longer than the token budget are cut, where reuse is on; (4) trees to ranks,
+largest first; (5) microbatches per rank. Pure and deterministic: every rank builds the same plan, and `digest` tells.
+
+Invariants (`Plan.assert_invariants`)
+1. Every tree is on exactly one rank.
+2. Every trained token of every trajectory that is run is scored exactly once, at its own position, with its own
+   label and temperature.
+3. Microbatches keep their own invariants (`prefixflow.plan.microbatch`).
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from prefixflow.forest import Forest, build_forest
+from prefixflow.plan import microbatch as packing
+from prefixflow.plan.batch import MicrobatchArrays, microbatch_arrays, segment_row_counts
+from prefixflow.plan.chunk import chunk_segments
+from prefixflow.plan.cost import CostModel
+from prefixflow.plan.microbatch import Microbatch, pack_microbatches
+from prefixflow.plan.placement import place_trees
+from prefixflow.trajectories.types import Trajectory, check_trajectories
+
+DEFAULT_MAX_TOKENS = 4096
+
+# What `auto` charges for a shared segment: tokens whose work equals reading and merging one more slice.
+SHARED_SEGMENT_OVERHEAD_TOKENS = 16
+
+
+class PrefixReuse(enum.Enum):
+    """`AUTO`: per group, where it saves work; `ON`: always; `OFF`: every trajectory whole."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanConfig:
+    """What a plan depends on besides the trajectories.
+
+    max_tokens_per_microbatch counts physical tokens, padding included; token_multiple is what a microbatch is padded
+    to (tensor-parallel size under sequence parallelism).
+    """
+
+    max_tokens_per_microbatch: int = DEFAULT_MAX_TOKENS
+    data_parallel_size: int = 1
+    token_multiple: int = 1
+    prefix_reuse: PrefixReuse = PrefixReuse.ON
+    cost: CostModel = field(default_factory=CostModel)
+
+    def __post_init__(self) -> None:
+        for name in ("data_parallel_size", "token_multiple"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Plan: {name} is {getattr(self, name)}, expected at least 1.")
+        if self.max_tokens_per_microbatch < self.token_multiple:
+            raise ValueError(
+                f"The token budget is {self.max_tokens_per_microbatch}, but a microbatch needs at least "
+                f"{self.token_multiple} (one token per rank that shares it); raise "
+                "--max-tokens-per-microbatch."
+            )
+
+    @property
+    def usable_tokens(self) -> int:
+        """The budget, rounded down to whole multiples."""
+        return self.max_tokens_per_microbatch - self.max_tokens_per_microbatch % self.token_multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`ranks[d]` are the microbatches of data-parallel rank d, in forward order; `trees[d]` its trees."""
+
+    config: PlanConfig
+    forest: Forest
+    trees: tuple[tuple[int, ...], ...]
+    ranks: tuple[tuple[Microbatch, ...], ...]
+    rank_loads: tuple[float, ...]
+    baseline_flops: float
+    baseline_rank_flops: float
+    num_fallback_groups: int
+    digest: str
+
+    @property
+    def bound(self) -> float:
+        """Dense FLOPs over reuse FLOPs: what reuse can win at most (design notes, 'Measuring')."""
+        return self.baseline_flops / sum(self.rank_loads) if sum(self.rank_loads) else 1.0
+
+    @property
+    def predicted_speedup(self) -> float:
+        """The same ratio on the most loaded rank of each side."""
+        busiest = max(self.rank_loads, default=0.0)
+        return self.baseline_rank_flops / busiest if busiest else 1.0
+
+    @property
+    def num_microbatches(self) -> int:
+        return sum(len(rank) for rank in self.ranks)
+
+    def assert_invariants(self, trajectories: Sequence[Trajectory]) -> None:
+        self.forest.assert_invariants()
+        placed = sorted(tree for trees in self.trees for tree in trees)
+        assert placed == list(range(self.forest.num_trees)), "a tree is lost or doubled"
+        scores = _Scores(trajectories)
+        for trees, rank in zip(self.trees, self.ranks, strict=True):
+            packing.assert_invariants(
+                self.forest,
+                rank,
+                max_tokens=self.config.usable_tokens,
+                multiple=self.config.token_multiple,
+            )
+            packed = {self.forest.segments[s].tree for m in rank for s in m.segments}
+            with_segments = {s.tree for s in self.forest.segments}
+            assert packed == set(trees) & with_segments, "a rank packs other trees than its own"
+            for m in rank:
+                scores.add(m.id, microbatch_arrays(self.forest, m, trajectories))
+        scores.assert_once(self.forest.omitted)
+
+
+class _Scores:
+    """Counts how often each token of the batch is scored, and checks each score against its trajectory."""
+
+    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
+        self._trajectories = trajectories
+        self._starts = np.cumsum([0, *(len(t.tokens) for t in trajectories)])
+        self._tokens = np.concatenate([np.zeros(0, np.int64), *(t.tokens for t in trajectories)])
+        self._temperatures = np.asarray([t.temperature for t in trajectories], np.float64)
+        self._counts = np.zeros(self._starts[-1], np.int64)
+
+    def add(self, microbatch: int, arrays: MicrobatchArrays) -> None:
+        entry = self._starts[arrays.entry_trajectory] + arrays.entry_token
+        np.add.at(self._counts, entry, 1)
+        row, place = arrays.entry_row, arrays.row_index[arrays.entry_row]
+        own = self._temperatures[arrays.entry_trajectory]
+        for what, got, expected in (
+            ("label", arrays.row_label[row], self._tokens[entry]),
+            ("input token", arrays.tokens[place], self._tokens[entry - 1]),
+            ("position", arrays.positions[place], arrays.entry_token - 1),
+            ("temperature", arrays.row_temperature[row], own),
+        ):
+            assert (got == expected).all(), f"microbatch {microbatch}: a row has a wrong {what}"
+
+    def assert_once(self, omitted: Collection[int]) -> None:
+        for i, t in enumerate(self._trajectories):
+            expected = np.zeros(len(t.tokens)) if i in omitted else t.loss_mask
+            counts = self._counts[self._starts[i] : self._starts[i + 1]]
+            assert (counts == expected).all(), f"trajectory {i}: a token is not scored once"
+
+
+def build_plan(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: Collection[int] = ()) -> Plan:
+    """Plan one step. `omit`: trajectories that stay outside the backward problem (zero weight).
+
+    Raises ValueError for a batch that is empty or repeats an id, and when reuse is off and a trajectory is longer
+    than the token budget.
+    """
+    check_trajectories(trajectories)
+    dense = build_forest(trajectories, dense_trees=None, omit=omit)
+    dense_loads = _tree_loads(dense, trajectories, config.cost)
+    fallback: set[int] = set()
+    if config.prefix_reuse is PrefixReuse.OFF:
+        _refuse_long(dense, trajectories, config)
+        forest = dense
+    else:
+        forest = build_forest(trajectories, omit=omit)
+        if config.prefix_reuse is PrefixReuse.AUTO:
+            fallback = _trees_without_gain(forest)
+            if fallback:
+                forest = build_forest(trajectories, dense_trees=fallback, omit=omit)
+        forest = chunk_segments(forest, config.usable_tokens, config.cost)
+    loads = _tree_loads(forest, trajectories, config.cost)
+    trees = place_trees(loads, config.data_parallel_size)
+    ranks = tuple(
+        pack_microbatches(forest, t, max_tokens=config.usable_tokens, multiple=config.token_multiple) for t in trees
+    )
+    dense_placement = place_trees(dense_loads, config.data_parallel_size)
+    return Plan(
+        config=config,
+        forest=forest,
+        trees=trees,
+        ranks=ranks,
+        rank_loads=tuple(sum(loads[t] for t in rank) for rank in trees),
+        baseline_flops=sum(dense_loads),
+        baseline_rank_flops=max(sum(dense_loads[t] for t in rank) for rank in dense_placement),
+        num_fallback_groups=len(fallback),
+        digest=_digest(config, forest, ranks, trajectories),
+    )
+
+
+def _tree_loads(forest: Forest, trajectories: Sequence[Trajectory], cost: CostModel) -> list[float]:
+    loads = [0.0] * forest.num_trees
+    rows = segment_row_counts(forest, trajectories)
+    for segment, num_rows in zip(forest.segments, rows, strict=True):
+        loads[segment.tree] += cost.training_flops(segment.span, num_rows)
+    return loads
+
+
+def _trees_without_gain(forest: Forest) -> set[int]:
+    """Trees that share something, but less than what sharing costs."""
+    saved = [0] * forest.num_trees
+    shared = [0] * forest.num_trees
+    for segment in forest.segments:
+        if segment.is_shared:
+            saved[segment.tree] += len(segment) * (len(segment.members) - 1)
+            shared[segment.tree] += 1
+    return {
+        tree
+        for tree in range(forest.num_trees)
+        if shared[tree] and saved[tree] <= shared[tree] * SHARED_SEGMENT_OVERHEAD_TOKENS
+    }
+
+
+def _refuse_long(dense: Forest, trajectories: Sequence[Trajectory], config: PlanConfig) -> None:
+    for segment in dense.segments:
+        if len(segment) > config.usable_tokens:
+            raise ValueError(
+                f"Trajectory {trajectories[segment.source].id!r} has {len(segment)} positions, more than "
+                f"the token budget of {config.max_tokens_per_microbatch}, and without prefix reuse "
+                "trajectories are never cut; raise --max-tokens-per-microbatch or use "
+                "--prefix-reuse on."
+            )
+
+
+def _digest(
+    config: PlanConfig,
+    forest: Forest,
+    ranks: tuple[tuple[Microbatch, ...], ...],
+    trajectories: Sequence[Trajectory],
+) -> str:
+    """Hash of all that the ranks must agree on, tokens and loss masks too; compared before the first collective."""
+    digest = hashlib.sha256(repr((config, forest, ranks)).encode())
+    for trajectory in trajectories:
+        digest.update(np.ascontiguousarray(trajectory.tokens).data)
+        digest.update(np.ascontiguousarray(trajectory.loss_mask).data)
+        digest.update(repr(trajectory.temperature).encode())
+    return digest.hexdigest()[:16]

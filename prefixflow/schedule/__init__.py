@@ -1,0 +1,1 @@
+"""Plan -> table of operations per rank (pure)."""

@@ -1,0 +1,130 @@
+"""Predict the memory of one data-parallel rank by walking its table of operations.
+
+Strategy: replay the row; after each operation add up what is alive. *State* (weights, gradients, optimizer) is there
+always. A forward leaves its microbatch's activations until its backward (layer inputs only, under full recomputation,
+which adds one layer's activations while a backward runs). K/V of a written segment live until their last reader's
+backward; gK/gV from the first reader's backward to the writer's own. Logits of the rows are alive in chunks.
+
+Phases: A, a forward that others read; B, a microbatch that nothing else reads; C, the delayed backward.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prefixflow.plan.microbatch import Microbatch
+from prefixflow.plan.plan import Plan
+from prefixflow.plan.shapes import FP32_BYTES, ModelShape
+from prefixflow.schedule.ops import Kind, Op
+
+LOGIT_CHUNK_ROWS = 256
+# Adam in mixed precision: fp32 master weights and two moments.
+OPTIMIZER_BYTES = 12
+
+
+class Phase(enum.Enum):
+    PREFIX_FORWARD = "A"
+    SUFFIX = "B"
+    PREFIX_BACKWARD = "C"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """Bytes of things on one rank, from the model's shape.
+
+    element_bytes of weights and activations; tensor_parallel divides all but layer inputs.
+    """
+
+    shape: ModelShape
+    element_bytes: int = 2
+    tensor_parallel: int = 1
+    full_recompute: bool = False
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, fp32 main gradients and the optimizer's state; the distributed optimizer needs less."""
+        optimizer = OPTIMIZER_BYTES if self.element_bytes < FP32_BYTES else 2 * self.element_bytes
+        gradient = max(self.element_bytes, FP32_BYTES)
+        per_parameter = self.element_bytes + gradient + optimizer
+        return self.shape.num_parameters * per_parameter // self.tensor_parallel
+
+    @property
+    def kept_bytes_per_token(self) -> int:
+        """What a forward leaves behind for its backward."""
+        if self.full_recompute:
+            return self.shape.layer_input_bytes_per_token(self.element_bytes)
+        return self.shape.activation_bytes_per_token(self.element_bytes) // self.tensor_parallel
+
+    @property
+    def working_bytes_per_token(self) -> int:
+        """What a running backward needs beyond that: the recomputed layer, or gradients of one layer's activations."""
+        whole = self.shape.activation_bytes_per_token(self.element_bytes) // self.tensor_parallel
+        return whole // self.shape.num_layers
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.shape.kv_bytes_per_token(self.element_bytes) // self.tensor_parallel
+
+    @property
+    def kv_gradient_bytes_per_token(self) -> int:
+        return self.shape.kv_gradient_bytes_per_token(self.element_bytes) // self.tensor_parallel
+
+    def logit_bytes(self, num_rows: int) -> int:
+        rows = min(num_rows, LOGIT_CHUNK_ROWS)
+        return rows * self.shape.vocab_size * FP32_BYTES // self.tensor_parallel
+
+
+def peak_bytes(plan: Plan, data_rank: int, row: Sequence[Op], memory: MemoryModel) -> dict[Phase, int]:
+    """Largest bytes alive in each phase of a rank's row; a phase without operations has the state alone."""
+    walk = _Walk(plan, data_rank, memory)
+    peaks = dict.fromkeys(Phase, memory.state_bytes)
+    for op in row:
+        phase, alive = walk.run(op)
+        peaks[phase] = max(peaks[phase], alive)
+    return peaks
+
+
+class _Walk:
+    def __init__(self, plan: Plan, data_rank: int, memory: MemoryModel) -> None:
+        self.microbatches = plan.ranks[data_rank]
+        self.memory = memory
+        self.lengths = [len(segment) for segment in plan.forest.segments]
+        self.open_readers = Counter(block for m in self.microbatches for c in m.cached for block in c.blocks)
+        self.kept = 0
+        self.keys_values = 0
+        self.gradients: dict[int, int] = {}
+
+    def run(self, op: Op) -> tuple[Phase, int]:
+        """Phase of the operation and the bytes alive while it runs."""
+        m = self.microbatches[op.microbatch]
+        kept = m.num_physical_tokens * self.memory.kept_bytes_per_token
+        if op.kind is Kind.FORWARD:
+            self.kept += kept
+            self.keys_values += self._kv(m.writes)
+            phase = Phase.PREFIX_FORWARD if m.writes else Phase.SUFFIX
+            return phase, self._alive(m)
+        for block in {b for c in m.cached for b in c.blocks}:
+            self.gradients[block] = self.lengths[block] * self.memory.kv_gradient_bytes_per_token
+        alive = self._alive(m)
+        self._finish(m, kept)
+        return (Phase.PREFIX_BACKWARD if m.writes else Phase.SUFFIX), alive
+
+    def _alive(self, m: Microbatch) -> int:
+        working = m.num_physical_tokens * self.memory.working_bytes_per_token
+        held = self.kept + self.keys_values + sum(self.gradients.values())
+        return self.memory.state_bytes + held + working + self.memory.logit_bytes(m.num_tokens)
+
+    def _finish(self, m: Microbatch, kept: int) -> None:
+        self.kept -= kept
+        for block in (b for c in m.cached for b in c.blocks):
+            self.open_readers[block] -= 1
+            if not self.open_readers[block]:
+                self.keys_values -= self._kv((block,))
+        for block in m.writes:
+            self.gradients.pop(block, None)
+
+    def _kv(self, blocks: Sequence[int]) -> int:
+        return sum(self.lengths[b] for b in blocks) * self.memory.kv_bytes_per_token

@@ -1,0 +1,52 @@
+"""Parallel layouts: the world they need, and what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefixflow.plan.layout import ParallelLayout
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "expected"),
+    [
+        (8, {"tp": 2}, ParallelLayout(tp=2, dp=4)),
+        (8, {"tp": 2, "pp": 2, "cp": 2}, ParallelLayout(tp=2, pp=2, cp=2)),
+        (None, {"tp": 3, "pp": 5}, ParallelLayout(tp=3, pp=5)),
+        (None, {"ep": 4}, ParallelLayout(ep=4, dp=4)),
+        (None, {"ep": 4, "tp": 2}, ParallelLayout(ep=4, tp=2, dp=2)),
+        (None, {"ep": 2, "etp": 2, "tp": 4}, ParallelLayout(ep=2, etp=2, tp=4)),
+        (None, {"tp": 2, "dp": 7}, ParallelLayout(tp=2, dp=7)),
+    ],
+)
+def test_layouts(world, sizes, expected):
+    layout = ParallelLayout.for_world(world, **sizes)
+    assert layout == expected
+    assert layout.world_size == (world or layout.tp * layout.pp * layout.cp * layout.dp)
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "words"),
+    [
+        (6, {"tp": 4}, "the world has 6 processes"),
+        (8, {"tp": 2, "dp": 3}, "make it 4"),
+        (2, {"ep": 4}, "expert groups do not fit"),
+        (4, {"tp": 0}, "--tp is 0"),
+        (4, {"dp": 0}, "--dp is 0"),
+        (4, {"vpp": 2}, "needs pipeline stages"),
+    ],
+)
+def test_layouts_that_do_not_fit(world, sizes, words):
+    with pytest.raises(ValueError, match=words):
+        ParallelLayout.for_world(world, **sizes)
+
+
+def test_lengths_are_padded_for_tensor_and_context_parallelism():
+    assert ParallelLayout(tp=4).token_multiple == 4
+    assert ParallelLayout(tp=4, cp=3).token_multiple == 24
+
+
+def test_experts_regroup_the_same_ranks():
+    layout = ParallelLayout(tp=2, cp=2, dp=4, ep=8, etp=1)
+    assert layout.expert_dp == 2
+    assert str(layout) == "tp 2 pp 1 cp 2 dp 4 ep 8 etp 1"
