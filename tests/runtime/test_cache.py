@@ -1,0 +1,161 @@
+"""The K/V cache: what goes in comes out, and every misuse is an error that says where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from prefixflow.runtime.cache import CacheError, KVCache
+
+
+def block(num_tokens: int, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full((num_tokens, 2, 4), value, dtype=dtype)
+
+
+@pytest.fixture
+def cache() -> KVCache:
+    """Blocks 7 (3 tokens) and 9 (2 tokens) in layers 0 and 1; values 1000 * layer + block."""
+    cache = KVCache()
+    for layer in (0, 1):
+        for b, num_tokens in ((7, 3), (9, 2)):
+            value = 1000.0 * layer + b
+            cache.write(layer, b, block(num_tokens, value), block(num_tokens, -value))
+    return cache
+
+
+def test_read_joins_blocks_in_the_order_given(cache: KVCache) -> None:
+    k, v = cache.read(1, (9, 7))
+    assert k[:, 0, 0].tolist() == [1009.0, 1009.0, 1007.0, 1007.0, 1007.0]
+    assert torch.equal(v, -k)
+
+
+def test_read_of_one_block_copies_nothing(cache: KVCache) -> None:
+    assert cache.read(0, (7,))[0].data_ptr() == cache.read(0, (7,))[0].data_ptr()
+
+
+def test_stored_tensors_are_detached_and_own_their_memory() -> None:
+    cache = KVCache()
+    fused = torch.zeros(5, 2, 12, requires_grad=True)
+    cache.write(0, 0, fused[:3, :, :4], fused[:3, :, 4:8])
+    for stored in cache.read(0, (0,)):
+        assert not stored.requires_grad
+        assert stored.untyped_storage().nbytes() == 3 * 2 * 4 * 4
+
+
+def test_gradients_split_over_blocks_and_sum_in_float32() -> None:
+    cache = KVCache()
+    for b, num_tokens in ((1, 1), (2, 2)):
+        cache.write(0, b, *[block(num_tokens, 0, torch.bfloat16)] * 2)
+    # 256 + 1 is 256 in bfloat16: a sum in the model's precision would lose every one of the ones.
+    cache.add_gradient(0, (1, 2), *[block(3, 256, torch.bfloat16)] * 2)
+    for _ in range(8):
+        cache.add_gradient(0, (2,), *[block(2, 1, torch.bfloat16)] * 2)
+    one, two = cache.take_gradient(0, 1), cache.take_gradient(0, 2)
+    assert one is not None
+    assert two is not None
+    assert two[0].dtype == torch.float32
+    assert one[0].unique().tolist() == [256.0]
+    assert two[1].unique().tolist() == [264.0]
+
+
+def test_float64_gradients_stay_float64(cache: KVCache) -> None:
+    for value in (1e-12, 1.0):
+        dk, dv = block(2, value, torch.float64), block(2, -value, torch.float64)
+        cache.add_gradient(0, (9,), dk, dv)
+    taken = cache.take_gradient(0, 9)
+    assert taken is not None
+    assert float(taken[0][0, 0, 0]) == -float(taken[1][1, 1, 3]) == 1.0 + 1e-12
+
+
+def test_adding_does_not_touch_neighbours(cache: KVCache) -> None:
+    dk = torch.arange(5.0).reshape(5, 1, 1).expand(5, 2, 4).contiguous()
+    cache.add_gradient(0, (7, 9), dk, dk)
+    cache.add_gradient(0, (7,), block(3, 100), block(3, 100))
+    seven, nine = cache.take_gradient(0, 7), cache.take_gradient(0, 9)
+    assert seven is not None
+    assert nine is not None
+    assert seven[0][:, 0, 0].tolist() == [100.0, 101.0, 102.0]
+    assert nine[0][:, 0, 0].tolist() == [3.0, 4.0]
+
+
+def test_take_removes(cache: KVCache) -> None:
+    cache.add_gradient(1, (7,), block(3, 1), block(3, 1))
+    assert cache.take_gradient(0, 7) is None
+    assert cache.take_gradient(1, 7) is not None
+    assert cache.take_gradient(1, 7) is None
+
+
+def test_bytes_and_counters(cache: KVCache) -> None:
+    per_token = 2 * 2 * 4 * 4  # k and v, 2 heads of 4, float32
+    assert cache.kv_bytes == 2 * 5 * per_token
+    cache.add_gradient(0, (7, 9), block(5, 1), block(5, 1))
+    assert cache.gradient_bytes == 5 * per_token
+    cache.take_gradient(0, 7)
+    cache.take_gradient(0, 9)
+    cache.free(7)
+    assert (cache.kv_bytes, cache.gradient_bytes) == (2 * 2 * per_token, 0)
+    assert (cache.peak_kv_bytes, cache.peak_gradient_bytes) == (10 * per_token, 5 * per_token)
+    assert cache.peak_bytes == 15 * per_token
+    cache.read(0, (9,))
+    assert (cache.num_writes, cache.num_reads, cache.num_gradient_adds) == (4, 1, 1)
+    assert cache.live_blocks == (9,)
+
+
+def test_second_write_is_refused(cache: KVCache) -> None:
+    with pytest.raises(CacheError, match=r"write of block 7, layer 1: it is already written"):
+        cache.write(1, 7, block(3, 0), block(3, 0))
+
+
+def test_freed_block_cannot_be_used(cache: KVCache) -> None:
+    cache.free(7)
+    with pytest.raises(CacheError, match=r"write of block 7, layer 0: the block was freed"):
+        cache.write(0, 7, block(3, 0), block(3, 0))
+    with pytest.raises(CacheError, match=r"read of block 7, layer 1: the block was freed"):
+        cache.read(1, (9, 7))
+    with pytest.raises(CacheError, match=r"add_gradient of block 7, layer 0: the block was freed"):
+        cache.add_gradient(0, (7,), block(3, 0), block(3, 0))
+    with pytest.raises(CacheError, match=r"free of block 7: the block was freed"):
+        cache.free(7)
+
+
+def test_unknown_block_or_layer_is_named(cache: KVCache) -> None:
+    with pytest.raises(CacheError, match=r"read of block 3, layer 0: .*never written.*\[7, 9\]"):
+        cache.read(0, (3,))
+    with pytest.raises(CacheError, match=r"read of block 7, layer 5: only layers \[0, 1\]"):
+        cache.read(5, (7,))
+
+
+def test_wrong_shapes_are_refused(cache: KVCache) -> None:
+    with pytest.raises(CacheError, match="expected 5 tokens"):
+        cache.add_gradient(0, (7, 9), block(4, 0), block(4, 0))
+    with pytest.raises(CacheError, match="one shape"):
+        cache.write(0, 1, block(4, 0), block(3, 0))
+
+
+def test_gradients_cannot_be_lost_by_freeing(cache: KVCache) -> None:
+    cache.add_gradient(1, (7,), block(3, 1), block(3, 1))
+    with pytest.raises(CacheError, match=r"free of block 7: its gradients of layers \[1\]"):
+        cache.free(7)
+    assert 7 in cache.live_blocks
+    cache.free(7, discard_gradients=True)
+    assert cache.gradient_bytes == 0
+
+
+def test_leftovers_are_named_at_the_end_of_a_step(cache: KVCache) -> None:
+    cache.free(9)
+    cache.add_gradient(1, (7,), block(3, 1), block(3, 1))
+    with pytest.raises(CacheError, match=r"blocks \[7\] .* took: 7 \(layers \[1\]\)"):
+        cache.assert_empty()
+    with pytest.raises(CacheError, match="still holds"):
+        cache.begin_step()
+    cache.free(7, discard_gradients=True)
+    cache.assert_empty()
+
+
+def test_ids_can_be_used_again_in_the_next_step(cache: KVCache) -> None:
+    cache.free(7)
+    cache.free(9)
+    cache.begin_step()
+    cache.write(0, 7, block(3, 0), block(3, 0))
+    assert (cache.num_writes, cache.peak_kv_bytes) == (1, cache.kv_bytes)
