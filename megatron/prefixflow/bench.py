@@ -1,0 +1,393 @@
+"""`prefixflow bench`: dense against reuse, alternating in one run, next to the FLOPs bound.
+
+Both sides run the same model, kernels, token budget, recomputation and LM-head rows through the same code; the dense side
+packs several whole trajectories a microbatch and shares nothing. One measurement is forward-backward and gradient
+reduction of the whole batch. With one process CPU time is taken, which another program on the machine disturbs least; with
+several, wall time. Each pair gives one ratio and the median is reported. Memory comes from a run of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from megatron.prefixflow.arguments import (
+    Arguments,
+    ArgumentsError,
+    ddp_config,
+    gpt_model_kwargs,
+    loss_config,
+    parallel_layout,
+    parse_arguments,
+    plan_config,
+    shape_of,
+    transformer_config,
+)
+from megatron.prefixflow.gradients import reduce_gradients
+from megatron.prefixflow.groups import Groups
+from megatron.prefixflow.model import build_model, wrap_data_parallel
+from megatron.prefixflow.planning import plan_step
+from megatron.prefixflow.session import start_session
+from megatron.prefixflow.step import StepRunner
+from prefixflow.plan.plan import Plan, PrefixReuse, build_plan
+from prefixflow.runtime.attention.kernels import select_kernel
+from prefixflow.runtime.memory import LiveBytes
+from prefixflow.runtime.world import World
+from prefixflow.schedule.ops import Op
+from prefixflow.trajectories.reader import read_trajectories
+from prefixflow.trajectories.types import Trajectory
+
+DEFAULT_REPEAT = 5
+DENSE_LIMIT = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One workload of a sweep: `group_size` trajectories of `num_tokens`, the first `prefix_ratio` of them shared."""
+
+    prefix_ratio: float
+    group_size: int
+    num_tokens: int
+    num_groups: int
+
+    def trajectories(self, vocab_size: int, seed: int) -> tuple[Trajectory, ...]:
+        rng = np.random.default_rng(seed)
+        num_prefix = round(self.prefix_ratio * self.num_tokens)
+        mask = np.arange(self.num_tokens) >= num_prefix
+        made = []
+        for group in range(self.num_groups):
+            prefix = rng.integers(vocab_size, size=num_prefix)
+            for member in range(self.group_size):
+                suffix = rng.integers(vocab_size, size=self.num_tokens - num_prefix)
+                # The first suffix tokens differ, so that exactly the prefix is shared.
+                suffix[0] = (prefix[-1] + 1 + member) % vocab_size
+                made.append(
+                    Trajectory(
+                        id=f"{group}/{member}",
+                        group=str(group),
+                        tokens=np.concatenate([prefix, suffix]),
+                        loss_mask=mask,
+                        advantages=float(rng.normal()),
+                    )
+                )
+        return tuple(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every rank measures; `cells` empty: the trajectory file."""
+
+    argv: tuple[str, ...]
+    file: str | None
+    cells: tuple[Cell, ...]
+    repeat: int
+    num_threads: int
+
+    @property
+    def arguments(self) -> Arguments:
+        return parse_arguments(self.argv, training=False)
+
+
+class Bench:
+    """Model and measurements of one rank."""
+
+    def __init__(self, job: Job) -> None:
+        self.args = job.arguments
+        self.layout = parallel_layout(self.args)
+        torch.set_num_threads(job.num_threads)
+        self.groups: Groups = start_session(self.layout, self.args.seed)
+        self.model = build_model(transformer_config(self.args), **gpt_model_kwargs(self.args))
+        self.ddp = wrap_data_parallel(self.model, ddp_config(self.args))
+        self.ddp.broadcast_params()
+        self.device = next(self.model.parameters()).device
+        self.runner = StepRunner(
+            self.model,
+            self.groups,
+            select_kernel(self.args.attention_kernel, self.device),
+            vocab_size=self.args.vocab_size,
+            max_response_tokens=self.args.max_response_length,
+        )
+        self.loss = loss_config(self.args)
+
+    def plan(self, trajectories: Sequence[Trajectory], reuse: str) -> Plan:
+        config = plan_config(self.args.replace(prefix_reuse=reuse), self.layout)
+        return plan_step(trajectories, config, self.loss)
+
+    def step(self, plan: Plan, trajectories: Sequence[Trajectory]) -> None:
+        self.ddp.zero_grad_buffer()
+        self.runner.forward_backward(plan, trajectories, self.loss)
+        reduce_gradients([self.ddp])
+
+    def measure(self, trajectories: Sequence[Trajectory], repeat: int) -> dict[str, Any]:
+        """The interface's JSON object for these trajectories (without the cell's own fields)."""
+        dense = self.plan(trajectories, "off")
+        reuse = self.plan(trajectories, "on")
+        sides = [lambda: self.step(dense, trajectories), lambda: self.step(reuse, trajectories)]
+        pairs = alternate(sides, repeat, self.device, wall=dist.get_world_size() > 1)
+        speedup = statistics.median(d / r for d, r in pairs)
+        shape = shape_of(self.args)
+        return {
+            "dense_s": statistics.median(d for d, _ in pairs),
+            "reuse_s": statistics.median(r for _, r in pairs),
+            "speedup": speedup,
+            "bound": reuse.bound,
+            "fraction_of_bound": speedup / reuse.bound,
+            **self._memory(dense, reuse, trajectories),
+            "n_body": shape.num_body_parameters,
+            "n_head": shape.num_head_parameters,
+            "logical_tokens": reuse.forest.logical_tokens,
+            "computed_tokens": reuse.forest.computed_tokens,
+            "microbatches_dense": dense.num_microbatches,
+            "microbatches_reuse": reuse.num_microbatches,
+            "spread": [min(d / r for d, r in pairs), max(d / r for d, r in pairs)],
+        }
+
+    def _memory(self, dense: Plan, reuse: Plan, trajectories: Sequence[Trajectory]) -> dict[str, int]:
+        """Peak bytes above weights, gradients and optimizer, largest over ranks."""
+        peak_dense, _ = self._peaks(dense, trajectories)
+        peak_reuse, peak_phase_b = self._peaks(reuse, trajectories)
+        peaks = torch.tensor([peak_dense, peak_reuse, peak_phase_b, self.runner.cache.peak_bytes], dtype=torch.int64)
+        dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+        names = ("peak_dense_bytes", "peak_reuse_bytes", "peak_phase_b_bytes", "peak_kv_bytes")
+        # Nothing is offloaded to host memory yet: the memory plan's part.
+        return {**dict(zip(names, peaks.tolist(), strict=True)), "host_bytes": 0}
+
+    def _peaks(self, plan: Plan, trajectories: Sequence[Trajectory]) -> tuple[int, int]:
+        """(peak of the step, peak while microbatches that nothing else reads run)."""
+        phase_b = 0
+        microbatches = plan.ranks[self.groups.data_rank]
+        with LiveBytes() as live:
+
+            @contextlib.contextmanager
+            def watch(op: Op) -> Iterator[None]:
+                nonlocal phase_b
+                whole_step, live.peak = live.peak, live.now
+                yield
+                if not microbatches[op.microbatch].writes:
+                    phase_b = max(phase_b, live.peak)
+                live.peak = max(live.peak, whole_step)
+
+            self.runner.observe = watch
+            try:
+                self.step(plan, trajectories)
+            finally:
+                self.runner.observe = None
+            return live.peak, phase_b
+
+
+def alternate(
+    sides: Sequence[Callable[[], None]], repeat: int, device: torch.device, *, wall: bool
+) -> list[tuple[float, ...]]:
+    """Seconds of each side in `repeat` alternating rounds after one that is not counted."""
+    clock = time.perf_counter if wall or device.type == "cuda" else time.process_time
+    rounds = []
+    for count in range(repeat + 1):
+        seconds = []
+        for side in sides:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            start = clock()
+            side()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(clock() - start)
+        if count:
+            rounds.append(tuple(seconds))
+    return rounds
+
+
+def run_cell(job: Job, index: int) -> dict[str, Any]:
+    """Measure cell `index` (or the file) on this rank; every rank returns the same object."""
+    bench = _bench(job)
+    head: dict[str, Any]
+    if job.cells:
+        cell = job.cells[index]
+        trajectories = cell.trajectories(bench.args.vocab_size, bench.args.seed)
+        head = {"prefix_ratio": cell.prefix_ratio, "group_size": cell.group_size}
+    else:
+        trajectories = _read(job, bench.args)
+        head = {"prefix_ratio": None, "group_size": None}
+    return {**head, **bench.measure(trajectories, job.repeat)}
+
+
+_current: tuple[Job, Bench] | None = None
+
+
+def _bench(job: Job) -> Bench:
+    """The model of this process, kept from cell to cell."""
+    global _current
+    if _current is None or _current[0] != job:
+        _current = (job, Bench(job))
+    return _current[1]
+
+
+def _read(job: Job, args: Arguments) -> tuple[Trajectory, ...]:
+    assert job.file is not None
+    return read_trajectories(job.file, vocab_size=args.vocab_size, max_positions=args.max_position_embeddings)
+
+
+def run_check_dense(job: Job) -> dict[str, Any]:
+    """The dense side against an unmodified Megatron GPTModel with scaled-dot-product attention, same packed tokens."""
+    from megatron.prefixflow.bench_dense import UnmodifiedModel
+
+    bench = _bench(job)
+    cell = job.cells[0]
+    trajectories = cell.trajectories(bench.args.vocab_size, bench.args.seed)
+    dense = bench.plan(trajectories, "off")
+    unmodified = UnmodifiedModel(bench.args, bench.groups)
+    microbatches = unmodified.microbatches(dense, trajectories)
+    sides = [lambda: bench.step(dense, trajectories), lambda: unmodified.step(microbatches)]
+    pairs = alternate(sides, job.repeat, bench.device, wall=dist.get_world_size() > 1)
+    ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+    return {
+        "check": "dense",
+        "dense_s": statistics.median(ours for ours, _ in pairs),
+        "megatron_s": statistics.median(theirs for _, theirs in pairs),
+        "ratio": ratio,
+        "limit": DENSE_LIMIT,
+        "ok": ratio <= DENSE_LIMIT,
+        "spread": [min(o / t for o, t in pairs), max(o / t for o, t in pairs)],
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="prefixflow bench", description=__doc__, allow_abbrev=False)
+    parser.add_argument("file", help="trajectory file, or `sweep` for generated groups")
+    parser.add_argument("--prefix-ratio", default="0.833", help="shares of the prefix, comma separated")
+    parser.add_argument("--sweep-group-size", "--group-size", default="8", help="trajectories a group")
+    parser.add_argument("--tokens", type=int, default=1024, help="prefix + suffix of one trajectory")
+    parser.add_argument("--groups", type=int, help="groups in a step (default: one a data-parallel rank)")
+    parser.add_argument("--repeat", type=int, default=DEFAULT_REPEAT, help="alternating pairs")
+    parser.add_argument("--threads", type=int, help="threads a process (default: cores / processes)")
+    parser.add_argument("--check-dense", action="store_true", help="dense against an unmodified model")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds a cell may take")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--plot", help="PNG of speedup against bound")
+    return parser
+
+
+def _job(options: argparse.Namespace, rest: Sequence[str]) -> Job:
+    argv = ("--model", "small", *rest) if "--model" not in rest else tuple(rest)
+    args = parse_arguments(argv, training=False)
+    layout = parallel_layout(args)
+    cells: tuple[Cell, ...] = ()
+    if options.file == "sweep" or options.check_dense:
+        cells = tuple(
+            Cell(ratio, size, options.tokens, options.groups or layout.dp)
+            for ratio in _numbers(options.prefix_ratio, float, "--prefix-ratio")
+            for size in _numbers(options.sweep_group_size, int, "--group-size")
+        )
+        for cell in cells:
+            _check_cell(cell)
+    threads = options.threads or max(1, torch.get_num_threads() // layout.world_size)
+    file = None if options.file == "sweep" else options.file
+    job = Job(argv, file, cells, options.repeat, threads)
+    for trajectories in [c.trajectories(args.vocab_size, args.seed) for c in cells] or [_read(job, args)]:
+        # Refuse what cannot be planned before a world starts.
+        for reuse in PrefixReuse:
+            build_plan(trajectories, plan_config(args.replace(prefix_reuse=reuse.value)))
+    return job
+
+
+def _check_cell(cell: Cell) -> None:
+    num_prefix = round(cell.prefix_ratio * cell.num_tokens)
+    if not 0 < num_prefix < cell.num_tokens or cell.group_size < 1:
+        raise ValueError(
+            f"--prefix-ratio {cell.prefix_ratio} of --tokens {cell.num_tokens} leaves no prefix or no suffix, or "
+            f"--group-size {cell.group_size} is below 1."
+        )
+
+
+def _numbers(text: str, kind: Callable[[str], Any], flag: str) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{flag}: expected numbers separated by commas, got {text!r}.") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options, rest = _parser().parse_known_args(argv)
+    try:
+        job = _job(options, rest)
+    except (ArgumentsError, ValueError, OSError) as error:
+        print(f"prefixflow bench: {error}", file=sys.stderr)
+        return 2
+    size = parallel_layout(job.arguments).world_size
+    console = Console(stderr=True)
+    results = []
+    with World(size, num_threads=job.num_threads) as world:
+        if options.check_dense:
+            result = world.run(run_check_dense, job, timeout_s=options.timeout)[0]
+            print(json.dumps(result))
+            return 0 if result["ok"] else 1
+        for index in range(max(len(job.cells), 1)):
+            result = world.run(run_cell, job, index, timeout_s=options.timeout)[0]
+            results.append(result)
+            if options.json:
+                print(json.dumps(result), flush=True)
+            else:
+                console.print(f"{_label(result)}: {result['speedup']:.2f}x of {result['bound']:.2f}")
+    if not options.json:
+        Console().print(_table(results))
+    if options.plot:
+        _plot(results, Path(options.plot))
+    return 0
+
+
+def _label(result: dict[str, Any]) -> str:
+    if result["prefix_ratio"] is None:
+        return "file"
+    return f"prefix ratio {result['prefix_ratio']}, group size {result['group_size']}"
+
+
+def _table(results: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="dense against reuse")
+    for name in ("workload", "dense s", "reuse s", "speedup", "bound", "fraction", "peak dense", "peak reuse", "K/V"):
+        table.add_column(name, justify="right")
+    for r in results:
+        table.add_row(
+            _label(r),
+            f"{r['dense_s']:.3f}",
+            f"{r['reuse_s']:.3f}",
+            f"{r['speedup']:.2f}",
+            f"{r['bound']:.2f}",
+            f"{r['fraction_of_bound']:.2f}",
+            *(f"{r[k] / 2**20:.1f} MiB" for k in ("peak_dense_bytes", "peak_reuse_bytes", "peak_kv_bytes")),
+        )
+    return table
+
+
+def _plot(results: Sequence[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for size in sorted({r["group_size"] for r in results}, key=str):
+        mine = [r for r in results if r["group_size"] == size]
+        (line,) = axes.plot([r["prefix_ratio"] for r in mine], [r["speedup"] for r in mine], "o-", label=f"G = {size}")
+        axes.plot([r["prefix_ratio"] for r in mine], [r["bound"] for r in mine], "--", color=line.get_color())
+    axes.set_xlabel("share of the prefix, P / (P + S)")
+    axes.set_ylabel("speedup over dense (dashed: FLOPs bound)")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=140)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Gradients after the last backward: one reduction, then norm and clipping in the precision of the gradients.
+
+Megatron's norm is float32 by construction and its clipping refuses float64 by type, so both are ours in every precision.
+The loss is already normalised by logical counts, so the reduction is a plain sum (`calculate_per_token_loss`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor
+
+from megatron.prefixflow.groups import Groups
+
+
+def reduce_gradients(model: Sequence[DistributedDataParallel]) -> None:
+    """Sum gradients over data-parallel ranks and finish Megatron's other gradient reductions; once per step."""
+    finalize_model_grads(list(model))
+
+
+def gradient_norm(model: Sequence[DistributedDataParallel], groups: Groups) -> float:
+    """L2 norm over all parameters of the whole model, each counted once, accumulated in float64.
+
+    Call after `reduce_gradients`. With the distributed optimizer each rank holds a valid shard of each bucket only,
+    so the sum runs over data-parallel ranks too.
+    """
+    device = next(model[0].parameters()).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in _owned_gradients(model, groups):
+        total += torch.linalg.vector_norm(gradient, dtype=_accumulator(gradient)).double().square()
+    dist.all_reduce(total, group=groups.model_parallel)
+    if model[0].ddp_config.use_distributed_optimizer:
+        dist.all_reduce(total, group=groups.data_context)
+    return float(total.sqrt())
+
+
+def clip_gradients(model: Sequence[DistributedDataParallel], max_norm: float, norm: float) -> float:
+    """Scale all gradients by max_norm / norm where that is below 1; returns the factor (1.0: untouched)."""
+    if max_norm <= 0 or norm <= max_norm:
+        return 1.0
+    factor = max_norm / norm
+    for chunk in model:
+        chunk.scale_gradients(factor)
+    return factor
+
+
+def _accumulator(gradient: Tensor) -> torch.dtype:
+    return torch.float64 if gradient.dtype == torch.float64 else torch.float32
+
+
+def _owned_gradients(model: Sequence[DistributedDataParallel], groups: Groups) -> Iterator[Tensor]:
+    """Main gradients (or this rank's shard of them) of parameters that no other model-parallel rank counts."""
+    for chunk in model:
+        shards = _shards(chunk, groups) if chunk.ddp_config.use_distributed_optimizer else None
+        for parameter in chunk.parameters():
+            counted = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
+                parameter, groups.tensor
+            )
+            if not parameter.requires_grad or not counted:
+                continue
+            if shards is None:
+                yield parameter.main_grad
+            elif (piece := shards.get(parameter)) is not None:
+                yield piece
+
+
+def _shards(chunk: Any, groups: Groups) -> dict[torch.nn.Parameter, Tensor]:
+    """The part of each parameter's gradient that the reduce-scatter left on this rank."""
+    size, rank = groups.data_context.size(), groups.data_context.rank()
+    shards: dict[torch.nn.Parameter, Tensor] = {}
+    for buffer in chunk.buffers:
+        for bucket in buffer.buckets:
+            length = bucket.grad_data.numel() // size
+            low, high = rank * length, (rank + 1) * length
+            for parameter, (start, stop) in bucket.param_to_index.items():
+                if max(start, low) < min(stop, high):
+                    shards[parameter] = bucket.grad_data[max(start, low) : min(stop, high)]
+    return shards

@@ -1,0 +1,598 @@
+"""`prefixflow parity`: the shipped path against the independent reference, gradient by gradient.
+
+Both sides start from the same weights and take two optimizer steps, so that state left over from the first step shows in
+the second. The reference runs on one process (`megatron.prefixflow.reference`); the shipped path runs in the world that the
+layout asks for. bfloat16 compares both sides with float64: the shipped path may be at most twice as far from it
+as the dense reference in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron.prefixflow.arguments import (
+    Arguments,
+    ArgumentsError,
+    ddp_config,
+    gpt_model_kwargs,
+    loss_config,
+    parallel_layout,
+    parse_arguments,
+    plan_config,
+    transformer_config,
+)
+from megatron.prefixflow.data import with_temperature
+from megatron.prefixflow.gradients import clip_gradients, gradient_norm, reduce_gradients
+from megatron.prefixflow.groups import Groups
+from megatron.prefixflow.model import build_model, wrap_data_parallel
+from megatron.prefixflow.planning import plan_step
+from megatron.prefixflow.reference import (
+    Reference,
+    UpdateSettings,
+    build_reference_model,
+    reference_config,
+)
+from megatron.prefixflow.session import start_session
+from megatron.prefixflow.shards import full_gradients, load_full_parameters
+from megatron.prefixflow.step import StepRunner, complete_logprobs
+from prefixflow.plan.layout import ParallelLayout
+from prefixflow.plan.plan import Plan, build_plan
+from prefixflow.runtime.attention.kernels import select_kernel
+from prefixflow.runtime.objective import Objective
+from prefixflow.runtime.world import WorldError, Worlds
+from prefixflow.schedule.order import backward_order, forwards_needed, lead
+from prefixflow.trajectories.reader import read_trajectories
+from prefixflow.trajectories.types import Trajectory
+
+NUM_STEPS = 2
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+TOLERANCE_MOE = {torch.float64: 1e-6, torch.float32: 1e-5}
+BF16_FACTOR = 2.0
+# Share of the weights' norm that the first update moves, so that a wrong first step shows in the second.
+FIRST_UPDATE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One comparison: `argv` are the arguments of pretrain_rl.py that say what to compute."""
+
+    file: str
+    argv: tuple[str, ...]
+    dump: str | None = None
+
+    @property
+    def arguments(self) -> Arguments:
+        return parse_arguments(self.argv, training=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SideFiles:
+    """Where one reference run leaves its results, and how both sides update."""
+
+    folder: str
+    update: UpdateSettings
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+
+    def grads(self, step: int) -> dict[str, Tensor]:
+        return load_file(f"{self.folder}/grads_{step}.safetensors")
+
+    def logprobs(self, step: int) -> list[np.ndarray]:
+        with np.load(f"{self.folder}/logprobs_{step}.npz") as data:
+            return [data[str(i)] for i in range(len(data.files))]
+
+
+class Runner:
+    """Runs cases in as few worlds and reference runs as they need."""
+
+    def __init__(
+        self,
+        folder: Path,
+        timeout_s: float,
+        setup: Callable[[], None] | None = None,
+        worlds: Worlds | None = None,
+    ) -> None:
+        """folder: for weights and reference results. worlds: by default new ones, closed on exit."""
+        self.folder = folder
+        self.timeout_s = timeout_s
+        self.setup = setup
+        self._owns_worlds = worlds is None
+        self._worlds = worlds or Worlds()
+        self._references: dict[str, SideFiles] = {}
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._owns_worlds:
+            self._worlds.close()
+
+    def run(self, case: Case) -> dict[str, Any]:
+        """The result of one case, as the interface's JSON object; a run that breaks off is not ok."""
+        args = case.arguments
+        try:
+            return self._run(case, args)
+        except WorldError as error:
+            return {
+                "ok": False,
+                "world": parallel_layout(args).world_size,
+                "dtype": str(args.params_dtype).removeprefix("torch."),
+                "reasons": [f"the run broke off: {error}"],
+            }
+
+    def _run(self, case: Case, args: Arguments) -> dict[str, Any]:
+        weights = self._weights(case, args)
+        dtype = args.params_dtype
+        if dtype != torch.bfloat16:
+            reference = self._reference(case, args, weights, dtype)
+            result = self._reuse(case, args, weights, reference)
+            return _judge_exact(result, args)
+        exact = self._reference(case, args, weights, torch.float64)
+        dense = self._reference(case, args, weights, torch.bfloat16)
+        result = self._reuse(case, args, weights, exact)
+        return _judge_bf16(result, args, exact, dense)
+
+    def _weights(self, case: Case, args: Arguments) -> str:
+        """Initial weights, one file for every case with this model, dtype and seed."""
+        key = _key(args.shape_key, args.hf_model, args.params_dtype, args.seed)
+        path = self.folder / f"weights_{key}.safetensors"
+        if not path.exists():
+            self._worlds[1].run(write_weights, case, str(path), timeout_s=self.timeout_s)
+        return str(path)
+
+    def _reference(self, case: Case, args: Arguments, weights: str, dtype: torch.dtype) -> SideFiles:
+        key = _key(case.file, weights, dtype, args.reference_key, args.was_given("clip_grad"))
+        if key not in self._references:
+            folder = self.folder / f"reference_{key}"
+            folder.mkdir()
+            self._references[key] = self._worlds[1].run(
+                run_reference, case, weights, str(folder), dtype, timeout_s=self.timeout_s
+            )[0]
+        return self._references[key]
+
+    def _reuse(self, case: Case, args: Arguments, weights: str, reference: SideFiles) -> dict[str, Any]:
+        world = self._worlds[parallel_layout(args).world_size]
+        return world.run(run_reuse, case, weights, reference, self.setup, timeout_s=self.timeout_s)[0]
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def write_weights(case: Case, path: str) -> None:
+    """Write initial weights, rounded to the run's dtype, under Megatron names, unsharded, vocabulary unpadded."""
+    args = case.arguments
+    model = _reference_model(args, args.params_dtype)
+    if args.hf_model is not None:
+        from megatron.prefixflow import bridge
+
+        bridge.load_hf_weights([model], args.hf_model)
+    else:
+        generator = torch.Generator().manual_seed(args.seed + 1)
+        for parameter in model.parameters():
+            # Norms start at one everywhere, which would hide a norm applied to the wrong tensor.
+            if parameter.dim() == 1:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.data += 0.1 * noise.to(parameter)
+    save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, path)
+
+
+def _reference_model(args: Arguments, dtype: torch.dtype) -> torch.nn.Module:
+    start_session(ParallelLayout(), args.seed)
+    config = reference_config(transformer_config(args))
+    config = dataclasses.replace(config, params_dtype=dtype, bf16=dtype == torch.bfloat16)
+    kwargs = {**gpt_model_kwargs(args), "vocab_size": args.vocab_size}
+    return build_reference_model(config, **kwargs).to(dtype)
+
+
+def run_reference(case: Case, weights: str, folder: str, dtype: torch.dtype) -> SideFiles:
+    """Two steps of the reference in `dtype`; gradients and log-probabilities of each go to `folder`."""
+    args = case.arguments
+    trajectories = _read(case, args)
+    model = _reference_model(args, dtype)
+    _load(model, weights)
+    reference = Reference(model, loss_config(args), args.max_response_length)
+    settings: UpdateSettings | None = None
+    losses, norms = [], []
+    for step in range(NUM_STEPS):
+        result = reference.step(trajectories)
+        save_file(result.grads, f"{folder}/grads_{step}.safetensors")
+        arrays: Any = {str(i): lp.double().numpy() for i, lp in enumerate(result.logprobs)}
+        np.savez(f"{folder}/logprobs_{step}.npz", **arrays)
+        losses.append(result.loss)
+        norms.append(result.norm)
+        settings = settings or _update_settings(args, model, result.norm)
+        reference.update(result, settings)
+    assert settings is not None
+    return SideFiles(folder, settings, tuple(losses), tuple(norms))
+
+
+def _load(model: torch.nn.Module, weights: str) -> None:
+    stored = load_file(weights)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(stored[name])
+
+
+def _update_settings(args: Arguments, model: torch.nn.Module, norm: float) -> UpdateSettings:
+    """An update that moves the weights visibly, with clipping active, unless the arguments say otherwise."""
+    max_norm = args.clip_grad if args.was_given("clip_grad") else norm / 2
+    weight_norm = math.sqrt(sum(float(p.double().square().sum()) for p in model.parameters()))
+    moved = min(norm, max_norm) if max_norm > 0 else norm
+    # The distributed optimizer of Megatron takes Adam only.
+    optimizer = "adam" if args.use_distributed_optimizer else "sgd"
+    sgd_lr = FIRST_UPDATE * weight_norm / moved if moved > 0 else 1.0
+    return UpdateSettings(
+        optimizer=optimizer,
+        lr=sgd_lr if optimizer == "sgd" else 1e-3,
+        momentum=0.9,
+        adam_betas=(0.9, 0.999),
+        # Far above rounding: an element whose gradient is noise must not move by a full step.
+        adam_eps=1e-3,
+        max_norm=max_norm,
+    )
+
+
+def run_reuse(case: Case, weights: str, reference: SideFiles, setup: Callable[[], None] | None) -> dict[str, Any]:
+    """Two steps of the shipped path on this rank; rank 0 returns the comparison, the others an empty object."""
+    args = case.arguments
+    if setup is not None:
+        setup()
+    parallel = parallel_layout(args)
+    groups = start_session(parallel, args.seed)
+    trajectories = _read(case, args)
+    config = transformer_config(args)
+    model = build_model(config, **gpt_model_kwargs(args))
+    full = load_file(weights)
+    load_full_parameters(model, full, rank=groups.tensor.rank(), size=parallel.tp, gated=config.gated_linear_unit)
+    ddp = wrap_data_parallel(model, ddp_config(args))
+    ddp.broadcast_params()
+    optimizer = _megatron_optimizer(args, reference.update, ddp)
+    runner = StepRunner(
+        model,
+        groups,
+        select_kernel(args.attention_kernel, next(model.parameters()).device),
+        vocab_size=args.vocab_size,
+        max_response_tokens=args.max_response_length,
+    )
+    loss = loss_config(args)
+    plan = plan_step(
+        trajectories,
+        plan_config(args, parallel),
+        loss,
+        skip_zero_advantage=args.skip_zero_advantage,
+    )
+    trajectories = complete_logprobs(runner, plan, trajectories, loss)
+    comparison = Comparison(args, case, trajectories, plan, groups)
+    for step in range(NUM_STEPS):
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        objective = runner.forward_backward(plan, trajectories, loss)
+        reduce_gradients([ddp])
+        norm = gradient_norm([ddp], groups)
+        grads = full_gradients(ddp, groups, gated=config.gated_linear_unit, vocab_size=args.vocab_size)
+        comparison.add(step, objective, grads, norm, runner.num_computed_tokens, reference)
+        clip_gradients([ddp], reference.update.max_norm, norm)
+        optimizer.step()
+    return comparison.result(reference, full) if dist.get_rank() == 0 else {}
+
+
+def _megatron_optimizer(args: Arguments, update: UpdateSettings, ddp: Any) -> Any:
+    config = OptimizerConfig(
+        optimizer=update.optimizer,
+        lr=update.lr,
+        sgd_momentum=update.momentum,
+        adam_beta1=update.adam_betas[0],
+        adam_beta2=update.adam_betas[1],
+        adam_eps=update.adam_eps,
+        weight_decay=0.0,
+        clip_grad=0.0,
+        bf16=args.params_dtype == torch.bfloat16,
+        params_dtype=args.params_dtype,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, [ddp])
+
+
+def _read(case: Case, args: Arguments) -> tuple[Trajectory, ...]:
+    trajectories = read_trajectories(case.file, vocab_size=args.vocab_size, max_positions=args.max_position_embeddings)
+    return with_temperature(trajectories, args.temperature)
+
+
+class Comparison:
+    """Compares each step on rank 0; `add` is collective."""
+
+    def __init__(
+        self,
+        args: Arguments,
+        case: Case,
+        trajectories: Sequence[Trajectory],
+        plan: Plan,
+        groups: Groups,
+    ) -> None:
+        self.args = args
+        self.groups = groups
+        self.case = case
+        self.trajectories = trajectories
+        self.plan = plan
+        self.computed_tokens = 0
+        self.steps: list[dict[str, Any]] = []
+        self.first_grads: dict[str, Tensor] = {}
+        self.first_logprobs: dict[int, np.ndarray] = {}
+
+    def add(
+        self,
+        step: int,
+        objective: Objective,
+        grads: dict[str, Tensor],
+        norm: float,
+        computed_tokens: int,
+        reference: SideFiles,
+    ) -> None:
+        loss = float(objective.terms.loss) if objective.terms is not None else 0.0
+        mine = (objective.trajectory_logprobs(), loss, computed_tokens, dist.get_rank())
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (*mine, self.groups.data_rank))
+        if dist.get_rank() != 0:
+            return
+        # Ranks that hold the same trajectories (tensor parallel) report the same values: take one of each.
+        distinct = {position: item for *item, position in reversed(everyone)}
+        logprobs = {i: lp for item in distinct.values() for i, lp in item[0].items()}
+        self.computed_tokens = sum(item[2] for item in distinct.values())
+        if step == 0:
+            self.first_grads, self.first_logprobs = grads, logprobs
+        errors = relative_errors(grads, reference.grads(step))
+        expected_loss = reference.losses[step]
+        total = sum(item[1] for item in distinct.values())
+        scale = max(abs(expected_loss), 1e-3 * reference.norms[step])
+        self.steps.append(
+            {
+                "errors": errors,
+                "logprob": _logprob_error(logprobs, reference.logprobs(step), self.plan),
+                "loss": abs(total - expected_loss) / scale if scale else abs(total),
+                "norm": abs(norm - reference.norms[step]) / max(reference.norms[step], 1e-300),
+            }
+        )
+
+    def result(self, reference: SideFiles, weights: dict[str, Tensor]) -> dict[str, Any]:
+        worst, worst_step, worst_error = "", 0, -1.0
+        for index, step in enumerate(self.steps):
+            for name, error in step["errors"].items():
+                if not error <= worst_error:
+                    worst, worst_step, worst_error = name, index, error
+        if self.case.dump:
+            self._dump(reference, weights)
+        leads = [_lead(self.plan, rank) for rank in range(len(self.plan.ranks))]
+        return {
+            "ok": False,
+            "world": parallel_layout(self.args).world_size,
+            "dtype": str(self.args.params_dtype).removeprefix("torch."),
+            "max_rel_grad_err": worst_error,
+            "worst_parameter": worst,
+            "worst_step": worst_step,
+            "first_parameter_differing": "",
+            "max_logprob_err": max(s["logprob"] for s in self.steps),
+            "loss_rel_err": max(s["loss"] for s in self.steps),
+            "grad_norm_rel_err": max(s["norm"] for s in self.steps),
+            "grad_norm": reference.norms[0],
+            "clipped": 0 < reference.update.max_norm < reference.norms[0],
+            "logical_tokens": self.plan.forest.logical_tokens,
+            "computed_tokens": self.computed_tokens,
+            "planned_tokens": self.plan.forest.computed_tokens,
+            "shared_segments": self.plan.forest.num_shared_segments,
+            "microbatches": self.plan.num_microbatches,
+            "lead": max(leads, default=0),
+            "routes_replayed": 0,
+            "routes_native": 0,
+            "route_mismatch": None,
+            "_errors": [s["errors"] for s in self.steps],
+        }
+
+    def _dump(self, reference: SideFiles, weights: dict[str, Tensor]) -> None:
+        """`--dump`: weights and both sides' gradients of the first step, and our log-probabilities."""
+        folder = Path(str(self.case.dump))
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(weights, folder / "weights.safetensors")
+        save_file(reference.grads(0), folder / "grads_reference.safetensors")
+        save_file(self.first_grads, folder / "grads_reuse.safetensors")
+        with open(folder / "logprobs.jsonl", "w") as out:
+            for index, trajectory in enumerate(self.trajectories):
+                values = self.first_logprobs.get(index, np.zeros(0)).tolist()
+                out.write(json.dumps({"id": trajectory.id, "logprobs": values}) + "\n")
+
+
+def _lead(plan: Plan, data_rank: int) -> int:
+    reads = [m.reads for m in plan.ranks[data_rank]]
+    return lead(forwards_needed(backward_order(reads)))
+
+
+def relative_errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    """||g - g_ref|| / max(||g_ref||, 1e-6 * global norm / sqrt(parameters)) by name; inf where one side is missing."""
+    total = math.sqrt(sum(float(g.double().square().sum()) for g in reference.values()))
+    floor = 1e-6 * total / math.sqrt(max(len(reference), 1))
+    errors: dict[str, float] = {}
+    for name in sorted({*ours, *reference}):
+        if name not in ours or name not in reference or ours[name].shape != reference[name].shape:
+            errors[name] = math.inf
+            continue
+        expected = reference[name].double()
+        difference = float((ours[name].double() - expected).norm())
+        scale = max(float(expected.norm()), floor)
+        error = difference / scale if scale else difference
+        errors[name] = math.inf if math.isnan(error) else error
+    return errors
+
+
+def _logprob_error(ours: dict[int, np.ndarray], reference: list[np.ndarray], plan: Plan) -> float:
+    worst = 0.0
+    for index, expected in enumerate(reference):
+        if index in plan.forest.omitted:
+            continue
+        got = ours.get(index)
+        if got is None or got.shape != expected.shape or not np.isfinite(got).all():
+            return math.inf
+        if len(expected):
+            worst = max(worst, float(np.abs(got - expected).max()))
+    return worst
+
+
+def _failures(result: dict[str, Any], prefix_reuse: str) -> list[str]:
+    """Reasons for exit 1 that do not depend on the dtype."""
+    reasons = []
+    if result["grad_norm"] == 0:
+        reasons.append("the whole reference gradient is zero, so nothing was compared")
+    if prefix_reuse != "off" and result["shared_segments"] == 0:
+        reasons.append("nothing was shared although reuse was asked for (--prefix-reuse off compares dense)")
+    if result["computed_tokens"] != result["planned_tokens"]:
+        reasons.append(f"{result['computed_tokens']} tokens were computed, the plan says {result['planned_tokens']}")
+    return reasons
+
+
+def _finish(result: dict[str, Any], reasons: list[str]) -> dict[str, Any]:
+    result["ok"] = not reasons
+    result["reasons"] = reasons
+    return {k: v for k, v in result.items() if not k.startswith("_")}
+
+
+def _judge_exact(result: dict[str, Any], args: Arguments) -> dict[str, Any]:
+    dtype = args.params_dtype
+    tolerance = (TOLERANCE_MOE if args.num_experts else TOLERANCE)[dtype]
+    reasons = _failures(result, args.prefix_reuse)
+    if not result["max_rel_grad_err"] <= tolerance:
+        reasons.append(
+            f"gradient of {result['worst_parameter']} in step {result['worst_step'] + 1} differs by "
+            f"{result['max_rel_grad_err']:.3g}, limit {tolerance:g}"
+        )
+        first = _first_differing(result["_errors"], tolerance)
+        result["first_parameter_differing"] = first
+        reasons.append(f"the first parameter in forward order that differs is {first}")
+    # Absolute, on values of order 10; looser than the gradients' by the vocabulary's logarithm.
+    if not result["max_logprob_err"] <= 100 * tolerance:
+        reasons.append(f"log-probabilities differ by {result['max_logprob_err']:.3g}")
+    return _finish(result, reasons)
+
+
+def _judge_bf16(result: dict[str, Any], args: Arguments, exact: SideFiles, dense: SideFiles) -> dict[str, Any]:
+    """Distance from float64 over all parameters, per step: ours against the dense reference's own."""
+    dense_errors = [relative_errors(dense.grads(step), exact.grads(step)) for step in range(NUM_STEPS)]
+    result["dense_err"] = max(_rms(errors) for errors in dense_errors)
+    result["reuse_err"] = max(_rms(errors) for errors in result["_errors"])
+    result["dense_max_err"] = max(max(errors.values()) for errors in dense_errors)
+    reasons = _failures(result, args.prefix_reuse)
+    limit = BF16_FACTOR * result["dense_err"]
+    if not result["reuse_err"] <= limit:
+        reasons.append(
+            f"distance from float64 is {result['reuse_err']:.3g}, the dense run's own is "
+            f"{result['dense_err']:.3g}, limit twice that"
+        )
+    return _finish(result, reasons)
+
+
+def _rms(errors: dict[str, float]) -> float:
+    return math.sqrt(sum(e * e for e in errors.values()) / max(len(errors), 1))
+
+
+def _first_differing(errors: list[dict[str, float]], tolerance: float) -> str:
+    for step in errors:
+        bad = [name for name, error in step.items() if not error <= tolerance]
+        if bad:
+            return min(bad, key=_forward_place)
+    return ""
+
+
+def _forward_place(name: str) -> tuple[int, int, str]:
+    """Order of parameters in a forward: embedding, layers by number, final norm, LM head."""
+    parts = name.split(".")
+    if name.startswith("embedding"):
+        return (0, 0, name)
+    if "layers" in parts:
+        return (1, int(parts[parts.index("layers") + 1]), name)
+    return (2 if "final" in name else 3, 0, name)
+
+
+def run(
+    cases: Sequence[Case], *, timeout_s: float = 900.0, setup: Callable[[], None] | None = None
+) -> list[dict[str, Any]]:
+    """Results of all cases in order. `setup` is called in every process of the shipped path before it starts."""
+    with (
+        tempfile.TemporaryDirectory(prefix="prefixflow-parity-") as folder,
+        Runner(Path(folder), timeout_s, setup) as runner,
+    ):
+        return [runner.run(case) for case in cases]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="prefixflow parity", description=__doc__, allow_abbrev=False)
+    parser.add_argument("file", help="trajectory file")
+    parser.add_argument("--dump", help="folder for weights, gradients and log-probabilities")
+    parser.add_argument("--cases", help="file with one set of arguments a line, each a case")
+    parser.add_argument("--json", action="store_true", help="one JSON object a case")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds a case may take")
+    options, rest = parser.parse_known_args(argv)
+    cases = [Case(options.file, tuple(_defaults() + rest + more), options.dump) for more in _lines(options.cases)]
+    try:
+        for case in cases:
+            # Plans need no process group: input that cannot run is refused before a world starts.
+            build_plan(_read(case, case.arguments), plan_config(case.arguments))
+    except (ArgumentsError, ValueError, OSError) as error:
+        print(f"prefixflow parity: {error}", file=sys.stderr)
+        return 2
+    ok = True
+    with (
+        tempfile.TemporaryDirectory(prefix="prefixflow-parity-") as folder,
+        Runner(Path(folder), options.timeout) as runner,
+    ):
+        for case in cases:
+            result = runner.run(case)
+            ok = ok and result["ok"]
+            _print(case, result, as_json=options.json)
+    return 0 if ok else 1
+
+
+def _defaults() -> list[str]:
+    return ["--prefix-reuse", "on"]
+
+
+def _lines(path: str | None) -> list[list[str]]:
+    if path is None:
+        return [[]]
+    lines = Path(path).read_text().splitlines()
+    return [shlex.split(line, comments=True) for line in lines if shlex.split(line, comments=True)]
+
+
+def _print(case: Case, result: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result, allow_nan=True), flush=True)
+        return
+    table = Table(title=f"parity {case.file} {shlex.join(case.argv)}", show_header=False)
+    for name, value in result.items():
+        if name != "reasons":
+            table.add_row(name, f"{value:.3e}" if isinstance(value, float) else str(value))
+    console = Console()
+    console.print(table)
+    for reason in result["reasons"]:
+        console.print(f"[red]FAILED[/red]: {reason}.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,568 @@
+"""The training loop of `pretrain_rl.py`.
+
+Steps of `main`:
+
+1. `prepare` parses the command line, reads the trajectories and checks what can be checked without a process group. A
+   problem on any rank is one sentence on rank 0 and exit 2 on all of them, before anything is written.
+2. `Trainer` builds model, gradient buffers, optimizer and schedule, in Megatron's own classes.
+3. Each step plans a batch (or keeps the plan of the last one, `--updates-per-batch`), fills in missing
+   log-probabilities by the same plan, runs forward and backward, reduces, clips, updates, and writes one line of metrics.
+
+`--logprobs-only` scores all trajectories instead and writes no metrics.
+
+Invariants:
+
+* Every rank takes part in every collective of a step, however few trees it has.
+* `--train-iters` counts optimizer steps; `--updates-per-batch k` takes k of them on each batch.
+* The learning-rate schedule advances by `--global-batch-size` a step, whatever the true size of the batch, so that decay
+  and warm-up given in steps mean steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from rich.console import Console
+from rich.progress import Progress
+
+from megatron.prefixflow.arguments import (
+    Arguments,
+    ArgumentsError,
+    build_parser,
+    ddp_config,
+    gpt_model_kwargs,
+    loss_config,
+    optimizer_config,
+    parallel_layout,
+    parse_arguments,
+    plan_config,
+    scheduler_options,
+    startup_lines,
+    transformer_config,
+)
+from megatron.prefixflow.configs import has_transformer_engine
+from megatron.prefixflow.data import BatchPlace, group_batches, load_trajectories
+from megatron.prefixflow.device import torch_device
+from megatron.prefixflow.gradients import clip_gradients, gradient_norm, reduce_gradients
+from megatron.prefixflow.metrics import (
+    OpTimes,
+    RankSums,
+    StepMetrics,
+    UpdateFacts,
+    append_metrics,
+    largest,
+    step_metrics,
+)
+from megatron.prefixflow.model import build_model, wrap_data_parallel
+from megatron.prefixflow.planning import plan_step
+from megatron.prefixflow.session import start_session
+from megatron.prefixflow.step import StepRunner, complete_logprobs, spread_logprobs
+from prefixflow.plan.layout import ParallelLayout
+from prefixflow.plan.plan import Plan, build_plan
+from prefixflow.runtime.attention.kernels import AttentionKernel, select_kernel
+from prefixflow.runtime.loss import LossConfig
+from prefixflow.runtime.objective import Objective
+from prefixflow.trajectories.files import atomic_write
+from prefixflow.trajectories.types import Trajectory
+
+PROGRAM = "pretrain_rl.py"
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; the message is the same sentence on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run that has passed every check that needs no process group."""
+
+    args: Arguments
+    layout: ParallelLayout
+    kernel: AttentionKernel
+    trajectories: tuple[Trajectory, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What the start of a run prints."""
+        return (
+            *startup_lines(self.args, self.layout),
+            f"attention: {self.kernel.describe()}",
+            f"packages: {', '.join(_package_states(self.kernel))}",
+            *_data_lines(self),
+            *(f"warning: {warning}" for warning in self.warnings),
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `pretrain_rl.py` on this rank; returns the exit status, the same on all ranks.
+
+    Joins the process group that the environment of torchrun describes (a world of one without it), unless one is there.
+    """
+    job, problem = _attempt(lambda: prepare(argv, _world_size()))
+    with _process_group(job.args if job else None) as is_first:
+        return _run(job, problem, is_first)
+
+
+def _run(job: Job | None, problem: str | None, is_first: bool) -> int:
+    problem = _agreed(problem)
+    if job is None or problem is not None:
+        return _refuse(problem, is_first)
+    console = Console(soft_wrap=True, markup=False, highlight=False, quiet=not is_first)
+    for line in job.lines:
+        console.print(line)
+    run = score if job.args.logprobs_only else train
+    try:
+        run(job, console)
+    except (ArgumentsError, TrainingError) as error:
+        if is_first:
+            print(f"{PROGRAM}: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ArgumentsError) else 1
+    return 0
+
+
+def _refuse(problem: str | None, is_first: bool) -> int:
+    if is_first:
+        print(f"{PROGRAM}: {problem}", file=sys.stderr, flush=True)
+    # torchrun ends the other ranks when the first one leaves: the sentence must be out by then.
+    dist.barrier()
+    return 2
+
+
+def _attempt(action: Callable[[], Job]) -> tuple[Job | None, str | None]:
+    try:
+        return action(), None
+    except (ValueError, OSError, ImportError) as error:
+        return None, " ".join(str(error).split())
+
+
+def _agreed(problem: str | None) -> str | None:
+    """The problem of the lowest rank that has one, or None on all ranks."""
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return next((p for p in problems if p is not None), None)
+
+
+def _world_size() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextlib.contextmanager
+def _process_group(args: Arguments | None) -> Iterator[bool]:
+    """Join the world, unless that has happened; gives whether this is rank 0.
+
+    After an error in the body the group is left as it is: others may wait in a collective, and only the end of this process
+    tells them.
+    """
+    if dist.is_initialized():
+        yield dist.get_rank() == 0
+        return
+    # Without arguments there is only an error to agree on, which needs no GPU.
+    backend = args.distributed_backend if args else "gloo"
+    if not torch.cuda.is_available():
+        backend = "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    alone = "RANK" not in os.environ
+    if alone and Path("/sys/class/net/lo").exists():
+        # A world of one talks to nobody, and the name of this machine need not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    where: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
+    minutes = args.distributed_timeout_minutes if args else 10
+    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=minutes), **where)
+    yield dist.get_rank() == 0
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def prepare(argv: Sequence[str], world_size: int) -> Job:
+    """Parse, read and check; nothing is written and no process group is needed.
+
+    Raises:
+        ArgumentsError, TrajectoryError, ValueError, OSError, ImportError: with a sentence for the user.
+    """
+    args = parse_arguments(argv, training=True)
+    _check_packages(argv)
+    layout = parallel_layout(args, world_size)
+    kernel = select_kernel(args.attention_kernel, torch_device())
+    if args.hf_model:
+        importlib.import_module("megatron.prefixflow.bridge")
+    _check_outputs(args)
+    if not args.logprobs_only:
+        _check_schedule(args)
+    trajectories = load_trajectories(args)
+    _check_trajectories(args, layout, trajectories)
+    return Job(args, layout, kernel, trajectories, tuple(_data_warnings(args, trajectories)))
+
+
+def _check_packages(argv: Sequence[str]) -> None:
+    """An implementation that was asked for by name must be there."""
+    asked = getattr(build_parser().parse_known_args(list(argv))[0], "transformer_impl", None)
+    if asked == "transformer_engine" and not has_transformer_engine():
+        raise ArgumentsError(
+            "--transformer-impl transformer_engine: Transformer Engine is not installed. Install it, or use "
+            "--transformer-impl local."
+        )
+
+
+def _check_outputs(args: Arguments) -> None:
+    for name, path in (
+        ("--metrics-file", args.metrics_file),
+        ("--logprobs-only", args.logprobs_only),
+    ):
+        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise ArgumentsError(
+                f"{name} {path}: expected the name of a file in a folder that exists. Create the folder, or "
+                "name another file."
+            )
+
+
+def _check_schedule(args: Arguments) -> None:
+    """What Megatron's scheduler would only assert."""
+    options = scheduler_options(args)
+    warmup, decay = options["lr_warmup_steps"], options["lr_decay_steps"]
+    if args.train_iters < 1:
+        raise ArgumentsError(f"--train-iters is {args.train_iters}, expected at least 1.")
+    if args.updates_per_batch < 1:
+        raise ArgumentsError(
+            f"--updates-per-batch is {args.updates_per_batch}, expected at least 1."
+        )
+    if warmup >= decay:
+        raise ArgumentsError(
+            f"the learning rate warms up over {warmup:g} trajectories and decays over {decay:g}; the warm-up must "
+            "be shorter. Lower --lr-warmup-iters (or its other forms), or raise --lr-decay-iters."
+        )
+    if args.lr_decay_style == "WSD" and options["wsd_decay_steps"] is None:
+        raise ArgumentsError("--lr-decay-style WSD needs --lr-wsd-decay-iters.")
+    if args.lr_warmup_init > args.lr:
+        raise ArgumentsError(
+            f"--lr-warmup-init {args.lr_warmup_init} is more than --lr {args.lr}."
+        )
+
+
+def _check_trajectories(
+    args: Arguments, layout: ParallelLayout, trajectories: Sequence[Trajectory]
+) -> None:
+    """What the loss or the plan of a later step would refuse is refused here."""
+    if loss_config(args).tis_cap is not None:
+        for trajectory in trajectories:
+            if trajectory.rollout_logprobs is None:
+                raise ArgumentsError(
+                    f"--tis-cap needs rollout_logprobs, and trajectory {trajectory.id!r} of {args.trajectories} "
+                    "brings none. Leave --tis-cap out, or write them into the file."
+                )
+    # Without reuse a trajectory longer than the token budget has no plan, so the longest one tells.
+    longest = max(trajectories, key=len)
+    build_plan([longest], plan_config(args, layout))
+
+
+def _data_warnings(args: Arguments, trajectories: Sequence[Trajectory]) -> Iterator[str]:
+    if not any(t.num_trained for t in trajectories):
+        yield f"no token of {args.trajectories} is trained: all gradients will be zero."
+    size = args.global_batch_size
+    if size is not None and size > len(trajectories):
+        yield (
+            f"--global-batch-size is {size}, but there are {len(trajectories)} trajectories: every step takes all of "
+            "them."
+        )
+
+
+def _data_lines(job: Job) -> Iterator[str]:
+    args, trajectories = job.args, job.trajectories
+    batches = batches_of(job)
+    num_groups = len({t.group for t in trajectories})
+    num_tokens = sum(len(t) for t in trajectories)
+    sizes = sorted({len(batch) for batch in batches})
+    per_batch = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    yield (
+        f"data: {len(trajectories)} trajectories in {num_groups} groups, {num_tokens} tokens, {len(batches)} batches "
+        f"of {per_batch} trajectories an epoch"
+    )
+    yield (
+        f"plan: prefix reuse {args.prefix_reuse}, at most {args.max_tokens_per_microbatch} tokens a microbatch"
+    )
+    if not args.logprobs_only:
+        yield f"loss: {_describe_loss(loss_config(args))}"
+
+
+def _describe_loss(loss: LossConfig) -> str:
+    text = f"{loss.policy_loss.value}, {loss.aggregation.value}, clip {loss.clip_low:g} and {loss.clip_high:g}"
+    if loss.needs_reference:
+        text += f", KL {loss.kl_estimator.value} x {loss.kl_coef:g}"
+    return text + (f", entropy x {loss.entropy_coef:g}" if loss.needs_entropy else "")
+
+
+def _package_states(kernel: AttentionKernel) -> Iterator[str]:
+    flash_attn_used = "flash-attn" in kernel.describe()
+    for name, module, is_used in (
+        ("Transformer Engine", "transformer_engine", has_transformer_engine()),
+        ("Apex", "apex", torch.cuda.is_available()),
+        ("flash-attn", "flash_attn", flash_attn_used),
+    ):
+        is_there = importlib.util.find_spec(module) is not None
+        state = "used" if is_used else "installed, not used"
+        yield f"{name} {state if is_there else 'not installed'}"
+
+
+def batches_of(job: Job) -> tuple[tuple[Trajectory, ...], ...]:
+    """The batches of an epoch; scoring without a batch size takes all trajectories at once."""
+    return group_batches(job.trajectories, job.args.global_batch_size or len(job.trajectories))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchWork:
+    """One batch with its plan; log-probabilities that the loss needs and the file lacks are filled in."""
+
+    batch: int
+    plan: Plan
+    trajectories: tuple[Trajectory, ...]
+
+    def keep_old_logprobs(self, objective: Objective) -> BatchWork:
+        """The work of the next update on this batch: the policy that the first update has seen is its old policy.
+
+        The first update scores every row it trains before its weights move, so no pass of its own is needed.
+        """
+        kept = list(self.trajectories)
+        for index, values in objective.trajectory_logprobs().items():
+            if kept[index].old_logprobs is None:
+                old = spread_logprobs(kept[index], values)
+                kept[index] = dataclasses.replace(kept[index], old_logprobs=old)
+        return dataclasses.replace(self, trajectories=tuple(kept))
+
+
+@dataclass(slots=True)
+class FrozenWeights:
+    """A copy of a model's weights at one time: the reference policy."""
+
+    parameters: list[torch.nn.Parameter]
+    values: list[torch.Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> FrozenWeights:
+        parameters = list(model.parameters())
+        return cls(parameters, [p.detach().clone() for p in parameters])
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """The model has these weights inside the block, for passes without gradients."""
+        present = [p.data for p in self.parameters]
+        self._set(self.values)
+        try:
+            yield
+        finally:
+            self._set(present)
+
+    def _set(self, values: Sequence[torch.Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.data = value
+
+
+class Scorer:
+    """Model, process groups and plan runner of this rank."""
+
+    def __init__(self, job: Job) -> None:
+        args = job.args
+        self.job = job
+        self.loss = loss_config(args)
+        self.groups = start_session(job.layout, args.seed)
+        self.model = build_model(transformer_config(args), **gpt_model_kwargs(args))
+        if args.hf_model:
+            self._load(args.hf_model)
+        self.device = next(self.model.parameters()).device
+        self.runner = StepRunner(
+            self.model,
+            self.groups,
+            job.kernel,
+            vocab_size=args.vocab_size,
+            max_response_tokens=args.max_response_length,
+        )
+
+    def _load(self, folder: str) -> None:
+        from megatron.prefixflow.bridge import load_hf_weights
+
+        try:
+            load_hf_weights([self.model], folder)
+        except (ValueError, OSError) as error:
+            raise ArgumentsError(f"--model {folder}: {error}") from error
+
+    def plan(self, trajectories: Sequence[Trajectory], *, skip_zero_advantage: bool) -> Plan:
+        config = plan_config(self.job.args, self.job.layout)
+        return plan_step(
+            trajectories, config, self.loss, skip_zero_advantage=skip_zero_advantage
+        )
+
+    def logprobs(self, trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+        """Log-probabilities [tokens] of every trajectory by id, on every rank; 0 where a token is not trained."""
+        plan = self.plan(trajectories, skip_zero_advantage=False)
+        mine = self.runner.score(plan, trajectories).trajectory_logprobs()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine if self.groups.tensor_rank == 0 else {})
+        scored = {i: values for part in everyone for i, values in part.items()}
+        return {
+            t.id: spread_logprobs(t, scored[i]) if i in scored else np.zeros(len(t))
+            for i, t in enumerate(trajectories)
+        }
+
+
+def score(job: Job, console: Console) -> None:
+    """`--logprobs-only`: one line {"id", "logprobs"} for each trajectory, in the order of the files.
+
+    `logprobs` has one number per token, like the arrays of the trajectory file, 0 where the token is not trained. The file
+    appears whole or not at all.
+    """
+    scorer = Scorer(job)
+    found: dict[str, np.ndarray] = {}
+    for batch in batches_of(job):
+        found |= scorer.logprobs(batch)
+    if dist.get_rank() == 0:
+        with atomic_write(job.args.logprobs_only) as file:
+            for trajectory in job.trajectories:
+                line = {"id": trajectory.id, "logprobs": found[trajectory.id].tolist()}
+                file.write((json.dumps(line) + "\n").encode())
+    dist.barrier()
+    console.print(
+        f"log-probabilities of {len(found)} trajectories written to {job.args.logprobs_only}"
+    )
+
+
+class Trainer(Scorer):
+    """Model, gradient buffers, optimizer and schedule of this rank; `step` takes optimizer steps in order.
+
+    Every public method is collective.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        args = job.args
+        # Our norm sees what Megatron's check would, in the same step and with a sentence.
+        buffers = dataclasses.replace(ddp_config(args), check_for_nan_in_grad=False)
+        self.ddp = wrap_data_parallel(self.model, buffers)
+        self.ddp.broadcast_params()
+        config = dataclasses.replace(optimizer_config(args), clip_grad=0.0)
+        self.optimizer = get_megatron_optimizer(config, [self.ddp])
+        self.scheduler = OptimizerParamScheduler(self.optimizer, **scheduler_options(args))
+        self.batches = batches_of(job)
+        self.num_steps = 0
+        self.warnings: list[str] = []
+        self._work: BatchWork | None = None
+        lacks_reference = any(t.ref_logprobs is None for t in job.trajectories)
+        needs_reference = self.loss.needs_reference and lacks_reference
+        self._reference = FrozenWeights.of(self.model) if needs_reference else None
+
+    def step(self) -> StepMetrics:
+        """One optimizer step. `warnings` holds what the user should hear about it.
+
+        Raises TrainingError, on every rank, where the gradient is not finite; weights are as before then.
+        """
+        begin = time.perf_counter()
+        torch.cuda.reset_peak_memory_stats()
+        self.warnings = []
+        self.runner.observe = times = OpTimes()
+        place = BatchPlace.of(self.num_steps, len(self.batches), self.job.args.updates_per_batch)
+        work = self._prepared(place)
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        objective = self.runner.forward_backward(work.plan, work.trajectories, self.loss)
+        num_computed_tokens = self.runner.num_computed_tokens
+        reduce_gradients([self.ddp])
+        norm = gradient_norm([self.ddp], self.groups)
+        lr = self._learning_rate()
+        self._update(norm)
+        self._work = work.keep_old_logprobs(objective)
+        self.num_steps += 1
+        sums = RankSums.of(
+            objective.terms,
+            num_computed_tokens,
+            times,
+            is_counted=self.groups.tensor_rank == 0,
+        ).reduce(self.device)
+        # The reduction above has waited for every rank and every device.
+        seconds, peak = largest(
+            [time.perf_counter() - begin, torch.cuda.max_memory_allocated()], self.device
+        )
+        facts = UpdateFacts(self.num_steps, norm, lr, seconds, round(peak))
+        return step_metrics(facts, sums, work.plan, work.trajectories)
+
+    def _prepared(self, place: BatchPlace) -> BatchWork:
+        """The work of this step: kept from the update before on the same batch, else planned."""
+        if place.reuse > 0 and self._work is not None:
+            self._warn_unshared(self._work.plan)
+            return self._work
+        if place.epoch > 0 and place.batch == 0:
+            self.warnings.append(
+                f"epoch {place.epoch + 1} starts: the trajectories are used again."
+            )
+        trajectories = self.batches[place.batch]
+        plan = self.plan(trajectories, skip_zero_advantage=self.job.args.skip_zero_advantage)
+        self._warn_unshared(plan)
+        return BatchWork(place.batch, plan, self._completed(plan, trajectories))
+
+    def _warn_unshared(self, plan: Plan) -> None:
+        if self.job.args.prefix_reuse == "on" and not plan.forest.num_shared_segments:
+            self.warnings.append(
+                "WARNING: --prefix-reuse on, but nothing is shared in this batch; every trajectory is run in full."
+            )
+
+    def _completed(self, plan: Plan, trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+        """Fill in old log-probabilities by the present weights, and reference ones by the initial weights."""
+        present = dataclasses.replace(self.loss, kl_coef=0.0)
+        completed = complete_logprobs(self.runner, plan, trajectories, present)
+        if self._reference is None:
+            return completed
+        with self._reference.installed():
+            return complete_logprobs(self.runner, plan, completed, self.loss)
+
+    def _update(self, norm: float) -> None:
+        args = self.job.args
+        if not math.isfinite(norm):
+            sentence = f"step {self.num_steps + 1}: the gradient norm is {norm}"
+            if args.check_for_nan_in_loss_and_grad:
+                raise TrainingError(
+                    f"{sentence}, expected a finite number; nothing was updated. Lower the learning rate or check the "
+                    "advantages; --no-check-for-nan-in-loss-and-grad leaves such updates out and goes on."
+                )
+            self.warnings.append(f"WARNING: {sentence}; this update is left out.")
+        else:
+            clip_gradients([self.ddp], args.clip_grad, norm)
+            self.optimizer.step()
+        self.scheduler.step(increment=args.global_batch_size)
+
+    def _learning_rate(self) -> float:
+        """The rate of the next update, of the parameters without a rate of their own (`--decoupled-lr`)."""
+        groups: list[Mapping[str, Any]] = self.optimizer.param_groups
+        return float(next(g["lr"] for g in groups if g.get("default_config", True)))
+
+
+def train(job: Job, console: Console) -> None:
+    """All steps of a run; rank 0 prints a line for each and appends it to the metrics file."""
+    args = job.args
+    trainer = Trainer(job)
+    with Progress(console=console, disable=not console.is_terminal or console.quiet) as progress:
+        task = progress.add_task("training", total=args.train_iters)
+        for _ in range(args.train_iters):
+            metrics = trainer.step()
+            for warning in trainer.warnings:
+                progress.console.print(warning)
+            progress.console.print(metrics.summary(args.train_iters))
+            if args.metrics_file is not None and dist.get_rank() == 0:
+                append_metrics(args.metrics_file, metrics)
+            progress.advance(task)
