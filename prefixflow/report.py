@@ -1,0 +1,179 @@
+"""`prefixflow plan`: what sharing there is in a file and what it is worth, without a GPU or a process group."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from prefixflow.plan.cost import CostModel
+from prefixflow.plan.layout import ParallelLayout
+from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, Plan, PlanConfig, PrefixReuse, build_plan
+from prefixflow.plan.shapes import ModelShape
+from prefixflow.schedule.memory import MemoryModel, Phase, peak_bytes
+from prefixflow.schedule.order import backward_order, forwards_needed, lead
+from prefixflow.schedule.table import build_table
+from prefixflow.trajectories import read_trajectories
+
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+NOT_BUILT_YET = {
+    "pp": "pipeline parallelism",
+    "vpp": "pipeline parallelism",
+    "cp": "context parallelism",
+    "ep": "mixture of experts",
+    "etp": "mixture of experts",
+    "memory_budget_gib": "the memory plan",
+    "capacity": "the memory plan",
+    "html": "the schedule page",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """The figures of one plan, under the names of the JSON output."""
+
+    logical_tokens: int
+    computed_tokens: int
+    reuse_ratio: float
+    depth: int
+    shared_segments: int
+    trajectories: int
+    groups: int
+    microbatches: int
+    dummy_microbatches: int
+    lead: int
+    predicted_speedup: float
+    bound: float
+    pipeline_efficiency: float
+    rank_loads: tuple[float, ...]
+    peak_bytes: dict[str, int]
+    digest: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def report_plan(plan: Plan, num_trajectories: int, memory: MemoryModel) -> PlanReport:
+    """Figures of `plan`; leads and peaks are the largest over data-parallel ranks."""
+    tables = [build_table([m.reads for m in rank]) for rank in plan.ranks]
+    leads = [lead(forwards_needed(backward_order(table.reads))) for table in tables]
+    peaks = [peak_bytes(plan, rank, table.rows[0], memory) for rank, table in enumerate(tables)]
+    forest = plan.forest
+    return PlanReport(
+        logical_tokens=forest.logical_tokens,
+        computed_tokens=forest.computed_tokens,
+        reuse_ratio=forest.reuse_ratio,
+        depth=forest.depth,
+        shared_segments=forest.num_shared_segments,
+        trajectories=num_trajectories,
+        groups=forest.num_trees,
+        microbatches=plan.num_microbatches,
+        dummy_microbatches=0,
+        lead=max(leads),
+        predicted_speedup=plan.predicted_speedup,
+        bound=plan.bound,
+        pipeline_efficiency=1.0,
+        rank_loads=plan.rank_loads,
+        peak_bytes={phase.value: max(p[phase] for p in peaks) for phase in Phase},
+        digest=plan.digest,
+    )
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="trajectory file, or a folder of them")
+    parser.add_argument("--model", default="small", help="built-in shape, config.json or Hugging Face folder")
+    for short, long in (
+        ("tp", "tensor-model-parallel-size"),
+        ("pp", "pipeline-model-parallel-size"),
+        ("cp", "context-parallel-size"),
+        ("ep", "expert-model-parallel-size"),
+        ("etp", "expert-tensor-parallel-size"),
+        ("dp", "data-parallel-size"),
+    ):
+        parser.add_argument(f"--{short}", f"--{long}", dest=short, type=int, default=1, metavar="N")
+    parser.add_argument("--vpp", type=int, default=1, metavar="N", help="model chunks per stage")
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument(
+        "--max-tokens",
+        "--max-tokens-per-microbatch",
+        dest="max_tokens",
+        type=int,
+        default=DEFAULT_MAX_TOKENS,
+        metavar="N",
+        help=f"physical tokens of a microbatch (default {DEFAULT_MAX_TOKENS})",
+    )
+    parser.add_argument("--prefix-reuse", choices=[r.value for r in PrefixReuse], default="on")
+    parser.add_argument("--dtype", choices=list(ELEMENT_BYTES), default="bfloat16")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--memory-budget-gib", type=float, metavar="X")
+    parser.add_argument("--capacity", action="store_true")
+    parser.add_argument("--html", metavar="OUT.html")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Print the report; 2 with a sentence where the file or the arguments cannot be planned."""
+    try:
+        _refuse_unbuilt(options)
+        report = _report(options)
+    except (ValueError, OSError) as error:
+        print(f"prefixflow plan: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(report.to_dict()))
+    else:
+        Console().print(_table(report, options))
+    return 0
+
+
+def _refuse_unbuilt(options: argparse.Namespace) -> None:
+    for name, part in NOT_BUILT_YET.items():
+        value = getattr(options, name)
+        if value not in (None, False, 1):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} is not built yet: it belongs to {part}. Way out: leave it out.")
+
+
+def _report(options: argparse.Namespace) -> PlanReport:
+    shape = ModelShape.load(options.model)
+    layout = ParallelLayout(tp=options.tp, dp=options.dp)
+    trajectories = read_trajectories(options.file, vocab_size=shape.vocab_size, max_positions=shape.max_positions)
+    config = PlanConfig(
+        max_tokens_per_microbatch=options.max_tokens,
+        data_parallel_size=layout.dp,
+        token_multiple=layout.token_multiple if options.sequence_parallel else 1,
+        prefix_reuse=PrefixReuse(options.prefix_reuse),
+        cost=CostModel.of_shape(shape),
+    )
+    memory = MemoryModel(
+        shape,
+        element_bytes=ELEMENT_BYTES[options.dtype],
+        tensor_parallel=layout.tp,
+        full_recompute=options.recompute == "full",
+    )
+    return report_plan(build_plan(trajectories, config), len(trajectories), memory)
+
+
+def _table(report: PlanReport, options: argparse.Namespace) -> Table:
+    table = Table(title=f"plan of {options.file}, model {options.model}", show_header=False)
+    loads = report.rank_loads
+    mean = sum(loads) / len(loads) or 1.0
+    rows = {
+        "trajectories": f"{report.trajectories} in {report.groups} groups",
+        "positions": f"{report.computed_tokens:,} computed of {report.logical_tokens:,} logical",
+        "reuse ratio": f"{report.reuse_ratio:.2f}",
+        "shared segments": f"{report.shared_segments}, trees {report.depth} deep",
+        "microbatches": f"{report.microbatches} of at most {options.max_tokens} tokens, lead {report.lead}",
+        "speedup": f"{report.predicted_speedup:.2f} predicted, bound {report.bound:.2f}",
+        "balance": f"most loaded rank {max(loads) / mean:.2f} of the mean over {len(loads)}",
+        "peak memory": ", ".join(f"{phase} {size / 2**30:.2f} GiB" for phase, size in report.peak_bytes.items()),
+        "digest": report.digest,
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
