@@ -1,0 +1,148 @@
+"""Draw a plan: the forest of one data-parallel rank above the timeline of its operations.
+
+Colours tell the phases apart: A, a forward that others read; B, microbatches that nothing else reads; C, the delayed
+backward. Widths are predicted work.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefixflow.forest.forest import Segment
+from prefixflow.plan.batch import segment_row_counts
+from prefixflow.plan.cost import CostModel
+from prefixflow.plan.plan import Plan
+from prefixflow.schedule.memory import Phase
+from prefixflow.schedule.ops import Kind, Op
+from prefixflow.schedule.simulate import Timeline, simulate
+from prefixflow.schedule.table import OpTable
+from prefixflow.trajectories.types import Trajectory
+
+COLOURS = {
+    (Phase.PREFIX_FORWARD, Kind.FORWARD): "#2b6cb0",
+    (Phase.SUFFIX, Kind.FORWARD): "#8fd3a5",
+    (Phase.SUFFIX, Kind.BACKWARD): "#2f855a",
+    (Phase.PREFIX_BACKWARD, Kind.BACKWARD): "#c05621",
+}
+LEGEND = {
+    (Phase.PREFIX_FORWARD, Kind.FORWARD): "A: prefix forward, K/V cached",
+    (Phase.SUFFIX, Kind.FORWARD): "B: suffix forward",
+    (Phase.SUFFIX, Kind.BACKWARD): "B: suffix backward, adds gK/gV",
+    (Phase.PREFIX_BACKWARD, Kind.BACKWARD): "C: delayed prefix backward",
+}
+
+
+def operation_flops(plan: Plan, data_rank: int, rows: list[int], op: Op, cost: CostModel) -> float:
+    """Predicted FLOPs of an operation of a one-stage table; `rows[i]` head rows of segment i."""
+    segments = plan.ranks[data_rank][op.microbatch].segments
+    spans = [(plan.forest.segments[s].span, rows[s]) for s in segments]
+    forward = sum(cost.forward_flops(span, n) for span, n in spans)
+    if op.kind is Kind.FORWARD:
+        return forward
+    return sum(cost.training_flops(span, n) for span, n in spans) - forward
+
+
+def draw_plan(
+    plan: Plan,
+    table: OpTable,
+    trajectories: tuple[Trajectory, ...],
+    path: str | Path,
+    *,
+    data_rank: int = 0,
+    title: str = "",
+) -> None:
+    """Write a picture of the rank's forest and schedule to `path` (the suffix chooses the format)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = segment_row_counts(plan.forest, trajectories)
+    cost = plan.config.cost
+    timeline = simulate(table, lambda op: operation_flops(plan, data_rank, rows, op, cost))
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(11, 5.2), gridspec_kw={"height_ratios": [3, 1 + len(table.rows)]}
+    )
+    _draw_forest(top, plan, data_rank)
+    _draw_timeline(bottom, plan, data_rank, timeline)
+    if title:
+        figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _draw_forest(axes: Any, plan: Plan, data_rank: int) -> None:
+    """Segments at their positions, one lane per branch; the darker, the more trajectories share it."""
+    segments = [s for s in plan.forest.segments if s.tree in set(plan.trees[data_rank])]
+    home = {s: m for m in plan.ranks[data_rank] for s in m.segments}
+    most = max((len(s.members) for s in segments), default=1)
+    for lane, segment in _lanes(segments):
+        share = len(segment.members) / most
+        writes = segment.id in home[segment.id].writes
+        axes.barh(
+            -lane,
+            len(segment),
+            left=segment.span.start,
+            height=0.8,
+            color=_blend("#e2f3e8", "#2b6cb0", share) if segment.is_shared else "#8fd3a5",
+            edgecolor="#1a365d" if writes else "white",
+            linewidth=1.2,
+        )
+        label = f"x{len(segment.members)}  m{home[segment.id].id}" if segment.is_shared else f"m{home[segment.id].id}"
+        axes.text(
+            segment.span.start + len(segment) / 2, -lane, label, ha="center", va="center", fontsize=7
+        )
+    axes.set_xlabel("position (token)")
+    axes.set_yticks([])
+    axes.set_title("forest: each shared prefix stands once (xN trajectories, mK microbatch)", fontsize=9)
+
+
+def _lanes(segments: list[Segment]) -> list[tuple[int, Segment]]:
+    """First children continue their parent's lane; every other segment opens one."""
+    lanes: dict[int, int] = {}
+    continued: set[int] = set()
+    next_lane = 0
+    placed = []
+    for segment in segments:
+        if segment.parent is not None and segment.parent not in continued:
+            continued.add(segment.parent)
+            lanes[segment.id] = lanes[segment.parent]
+        else:
+            lanes[segment.id] = next_lane
+        next_lane = max(next_lane, lanes[segment.id] + 1)
+        placed.append((lanes[segment.id], segment))
+    return placed
+
+
+def _draw_timeline(axes: Any, plan: Plan, data_rank: int, timeline: Timeline) -> None:
+    from matplotlib.patches import Patch
+
+    makespan = timeline.makespan or 1.0
+    for rank, row in enumerate(timeline.spans):
+        for op, start, end in row:
+            colour = COLOURS[phase_of(plan, data_rank, op), op.kind]
+            axes.barh(-rank, end - start, left=start, height=0.8, color=colour, edgecolor="white")
+            if end - start > 0.012 * makespan:
+                text = f"{op.kind.value}{op.microbatch}"
+                axes.text((start + end) / 2, -rank, text, ha="center", va="center", fontsize=7, color="white")
+    axes.set_yticks([-r for r in range(len(timeline.spans))])
+    axes.set_yticklabels([f"stage {r}" for r in range(len(timeline.spans))])
+    axes.set_xticks([])
+    axes.set_xlabel("predicted time")
+    handles = [Patch(color=COLOURS[key], label=text) for key, text in LEGEND.items()]
+    axes.legend(handles=handles, ncol=4, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.45))
+
+
+def phase_of(plan: Plan, data_rank: int, op: Op) -> Phase:
+    """Phase of an operation: B where nothing else reads its microbatch."""
+    if not plan.ranks[data_rank][op.microbatch].writes:
+        return Phase.SUFFIX
+    return Phase.PREFIX_FORWARD if op.kind is Kind.FORWARD else Phase.PREFIX_BACKWARD
+
+
+def _blend(light: str, dark: str, share: float) -> tuple[float, ...]:
+    from matplotlib.colors import to_rgb
+
+    return tuple(a + (b - a) * 0.6 * share for a, b in zip(to_rgb(light), to_rgb(dark), strict=True))
