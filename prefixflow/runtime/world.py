@@ -44,7 +44,8 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 _HOST = "127.0.0.1"
-_START_TIMEOUT_S = 120.0
+# Importing torch takes seconds, on a loaded machine minutes.
+_START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 5.0
 # How long the other ranks may take to fail as well: their tracebacks often tell more.
 _GRACE_S = 1.0
@@ -78,6 +79,7 @@ class _Answer:
 
     value: Any = None
     error: str | None = None
+    died: bool = False
 
 
 class World:
@@ -182,7 +184,7 @@ class World:
             self._receive(answers, deadline - time.monotonic())
             if _has_failure(answers) and not failed_before:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
-        failures = {rank: a.error for rank, a in answers.items() if a.error is not None}
+        failures = _failures(answers)
         silent = [rank for rank in range(self.world_size) if rank not in answers]
         if failures:
             raise WorldError(self._failure_message(name, failures, silent), failures)
@@ -200,7 +202,7 @@ class World:
             try:
                 answers[rank] = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError):
-                answers[rank] = _Answer(error=self._death_of(rank))
+                answers[rank] = _Answer(error=self._death_of(rank), died=True)
             except Exception as error:
                 answers[rank] = _Answer(error=f"Its result cannot be unpickled here: {error!r}")
 
@@ -362,6 +364,12 @@ def _name_of(function: Any) -> str:
 
 def _has_failure(answers: dict[int, _Answer]) -> bool:
     return any(answer.error is not None for answer in answers.values())
+
+
+def _failures(answers: dict[int, _Answer]) -> dict[int, str]:
+    """Failures in the order of cause: a death breaks the connections of the ranks that lived on."""
+    ordered = sorted(answers.items(), key=lambda item: not item[1].died)
+    return {rank: answer.error for rank, answer in ordered if answer.error is not None}
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixflow.forest import Forest, build_forest
@@ -99,6 +99,7 @@ def test_empty_batch() -> None:
     assert (forest.depth, forest.reuse_ratio, forest.computed_tokens) == (0, 1.0, 0)
 
 
+@settings(max_examples=50, deadline=None)
 @given(batches(), st.data())
 def test_every_position_stands_once(trajectories: list[Trajectory], data: st.DataObject) -> None:
     omit = data.draw(omitted_of(trajectories))
@@ -113,6 +114,7 @@ def test_every_position_stands_once(trajectories: list[Trajectory], data: st.Dat
         assert len(tokens) == 1, "members disagree on a token or on the last label"
 
 
+@settings(max_examples=50, deadline=None)
 @given(batches())
 def test_dense_forest_runs_every_trajectory_whole(trajectories: list[Trajectory]) -> None:
     forest = build_forest(trajectories, dense_trees=None)
@@ -121,6 +123,7 @@ def test_dense_forest_runs_every_trajectory_whole(trajectories: list[Trajectory]
     assert all(s.parent is None and len(s.members) == 1 for s in forest.segments)
 
 
+@settings(max_examples=50, deadline=None)
 @given(batches())
 def test_order_of_members_changes_no_count(trajectories: list[Trajectory]) -> None:
     forward, backward = build_forest(trajectories), build_forest(trajectories[::-1])

@@ -21,6 +21,7 @@ from megatron.prefixflow import arguments_table as table
 from megatron.prefixflow.arguments import (
     ArgumentsError,
     arguments_for_shape,
+    build_parser,
     ddp_config,
     gpt_model_kwargs,
     loss_config,
@@ -38,7 +39,7 @@ from megatron.prefixflow.arguments_spec import CONFIG_CLASSES, Argument, all_arg
 from megatron.prefixflow.arguments_table import Arity, Effect
 from megatron.prefixflow.configs import cpu_safe
 from prefixflow.plan.layout import ParallelLayout
-from prefixflow.plan.shapes import BUILTIN_SHAPES, TRAINABLE_SHAPES
+from prefixflow.plan.shapes import BUILTIN_SHAPES, TRAINABLE_SHAPES, RopeScaling
 from prefixflow.runtime.world import run_world
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -189,6 +190,12 @@ def refused_sample(argument: Argument) -> list[str]:
 
 
 REFUSABLE = [a for a in all_arguments() if a.refusal is not None]
+HARMLESS = [
+    (a, value)
+    for a in all_arguments()
+    if a.refusal is not None and a.arity is Arity.VALUE
+    for value in a.refusal.harmless
+]
 
 
 @pytest.mark.parametrize("argument", REFUSABLE, ids=lambda a: a.flags[0])
@@ -199,11 +206,7 @@ def test_refusal(argument):
     assert argument.refusal.way_out in message
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [(a, v) for a in REFUSABLE for v in a.refusal.harmless if a.arity is Arity.VALUE],
-    ids=str,
-)
+@pytest.mark.parametrize(("argument", "value"), HARMLESS, ids=str)
 def test_harmless_values_pass(argument, value):
     parse_arguments([argument.flags[0], str(value)])
 
@@ -486,6 +489,7 @@ def test_samples_say_the_same_as_steps():
 
 
 def test_loss():
+    assert parse_arguments(["--policy-loss", "ppo"]).policy_loss == "grpo"
     assert loss_config(parse_arguments(tokens_of("--policy-loss ppo"))) == loss_config(parse_arguments([]))
     dapo = loss_config(parse_arguments(tokens_of("--policy-loss dapo --clip-low 0.125")))
     assert (dapo.clip_low, dapo.clip_high, dapo.aggregation.value) == (0.125, 0.28, "token-mean")
@@ -667,6 +671,17 @@ def test_shapes_survive_the_command_line(everything_built, name):
     args = parse_arguments(arguments_for_shape(shape))
     assert dataclasses.replace(shape_of(args), name=name) == shape
     assert parse_arguments(["--model", name]).shape_key == args.shape_key
+
+
+def test_scaled_rope_survives_the_command_line():
+    shape = dataclasses.replace(BUILTIN_SHAPES["tiny"], rope_scaling=RopeScaling(32.0), qkv_bias=True)
+    assert dataclasses.replace(shape_of(parse_arguments(arguments_for_shape(shape))), name="tiny") == shape
+
+
+def test_help_can_be_shown():
+    text = build_parser().format_help()
+    assert "--prefix-reuse" in text
+    assert "--hidden-size" in text
 
 
 def test_arguments_after_a_model_win():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixflow.forest import build_forest
@@ -49,6 +49,7 @@ def test_attention_alone_is_cut_at_square_roots() -> None:
     assert [c.stop for c in cuts] == [50, 71, 87, 100]
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.integers(0, 500),
     st.integers(1, 400),
@@ -63,6 +64,7 @@ def test_cuts_cover_the_span_within_the_budget(start: int, length: int, max_toke
     assert all(1 <= len(c) <= max_tokens for c in cuts)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 100_000), st.integers(4096, 100_000), st.sampled_from([0.0, 1e-5, 1e-3]))
 def test_cuts_cost_the_same(start: int, length: int, attention: float) -> None:
     model = CostModel(1.0, 0.0, attention)
@@ -83,6 +85,7 @@ def test_pieces_form_a_chain_and_children_hang_from_the_last() -> None:
     ]
 
 
+@settings(max_examples=50, deadline=None)
 @given(batches(), st.integers(1, 30))
 def test_chunking_keeps_the_forest(trajectories: list[Trajectory], max_tokens: int) -> None:
     forest = build_forest(trajectories)

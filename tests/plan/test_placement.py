@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixflow.plan.placement import place_trees
@@ -25,6 +25,7 @@ def test_trees_without_work_have_a_home() -> None:
     assert sorted(t for rank in place_trees([0.0, 5.0, 0.0], 2) for t in rank) == [0, 1, 2]
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0, 1e6)), st.integers(1, 5))
 def test_every_tree_once_and_no_rank_overloaded(loads: list[float], num_ranks: int) -> None:
     ranks = place_trees(loads, num_ranks)

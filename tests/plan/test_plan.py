@@ -37,7 +37,7 @@ def microbatch_depth(rank: tuple[Microbatch, ...]) -> int:
     return max(depths, default=0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(batches(), configs(), st.data())
 def test_any_plan_keeps_its_invariants(trajectories: list[Trajectory], config: PlanConfig, data: st.DataObject) -> None:
     omit = data.draw(omitted_of(trajectories))
@@ -52,16 +52,17 @@ def test_any_plan_keeps_its_invariants(trajectories: list[Trajectory], config: P
         assert lead(need) <= microbatch_depth(rank)
 
 
-@settings(max_examples=60, deadline=None)
-@given(batches(), configs(), st.data())
-def test_packing_never_deepens_a_tree(trajectories: list[Trajectory], config: PlanConfig, data: st.DataObject) -> None:
-    """A microbatch has at least one segment more on its root path than the one it hangs from."""
+@settings(max_examples=40, deadline=None)
+@given(batches(), configs())
+def test_packing_never_deepens_a_tree(trajectories: list[Trajectory], config: PlanConfig) -> None:
+    """A microbatch is at most as deep in microbatches as its segments are in segments."""
     plan = build_plan(trajectories, config)
     for rank in plan.ranks:
-        assert microbatch_depth(rank) <= max(plan.forest.depth, 1)
+        longest = max((len(plan.forest.path(s.id)) for s in plan.forest.segments), default=0)
+        assert microbatch_depth(rank) <= longest
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches(), configs())
 def test_off_is_the_dense_problem(trajectories: list[Trajectory], config: PlanConfig) -> None:
     off = replace(config, prefix_reuse=PrefixReuse.OFF)
@@ -77,7 +78,7 @@ def test_off_is_the_dense_problem(trajectories: list[Trajectory], config: PlanCo
     assert plan.bound == pytest.approx(1.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches(), configs(), st.data())
 def test_digest_tells_plans_apart(trajectories: list[Trajectory], config: PlanConfig, data: st.DataObject) -> None:
     digest = build_plan(trajectories, config).digest
@@ -182,7 +183,7 @@ def test_auto_falls_back_where_sharing_saves_too_little(extra: int) -> None:
 
 
 def test_auto_decides_per_group() -> None:
-    trajectories = [*two_level(5, 3, 2), *(replace(t, group="big") for t in two_level(500, 3, 2))]
+    trajectories = [*two_level(5, 3, 2), *(replace(t, id=f"big-{t.id}", group="big") for t in two_level(500, 3, 2))]
     plan = build_plan(trajectories, PlanConfig(prefix_reuse=PrefixReuse.AUTO))
     assert plan.num_fallback_groups == 1
     assert {s.tree for s in plan.forest.segments if s.is_shared} == {1}
@@ -222,10 +223,15 @@ def test_impossible_configs_are_refused(config: dict, reason: str) -> None:
 
 
 def test_a_batch_without_work_has_an_empty_plan() -> None:
-    for trajectories in ([], [trajectory([1])]):
-        plan = build_plan(trajectories, PlanConfig(data_parallel_size=2))
-        plan.assert_invariants(trajectories)
-        assert (plan.num_microbatches, plan.bound, plan.predicted_speedup) == (0, 1.0, 1.0)
+    trajectories = [trajectory([1])]
+    plan = build_plan(trajectories, PlanConfig(data_parallel_size=2))
+    plan.assert_invariants(trajectories)
+    assert (plan.num_microbatches, plan.bound, plan.predicted_speedup) == (0, 1.0, 1.0)
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one trajectory"):
+        build_plan([], PlanConfig())
 
 
 def test_more_ranks_than_trees_leaves_ranks_without_microbatches() -> None:

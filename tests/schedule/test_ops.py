@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixflow.schedule.ops import Kind, Op, backward, forward
@@ -15,6 +15,7 @@ def test_text_by_hand() -> None:
     assert Op.parse(" 12F345 ") == Op(12, Kind.FORWARD, 345)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.builds(Op, st.integers(0, 999), st.sampled_from(Kind), st.integers(0, 99_999)))
 def test_parse_inverts_str(op: Op) -> None:
     assert Op.parse(str(op)) == op

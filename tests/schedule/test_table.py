@@ -86,7 +86,7 @@ def forwards_before_backwards(row: tuple[Op, ...]) -> list[int]:
     return [kinds[:place].count(Kind.FORWARD) for place, kind in enumerate(kinds) if kind is Kind.BACKWARD]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     forests(),
     st.integers(1, 5),
@@ -106,7 +106,7 @@ def test_any_table_is_valid(reads: Reads, num_stages: int, policy: LeadPolicy | 
         assert {op.stage for op in row} <= {stage}
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(forests(), st.integers(1, 5))
 def test_policies_keep_their_formulas(reads: Reads, window: int) -> None:
     need = forwards_needed(backward_order(reads))
@@ -122,11 +122,13 @@ def test_policies_keep_their_formulas(reads: Reads, window: int) -> None:
     assert all(a <= b <= c for a, b, c in zip(lazy, windowed, constant, strict=True))
 
 
+@settings(max_examples=50, deadline=None)
 @given(forests())
 def test_lead_is_at_most_the_depth(reads: Reads) -> None:
     assert lead(forwards_needed(backward_order(reads))) <= depth(reads)
 
 
+@settings(max_examples=50, deadline=None)
 @given(forests(), st.integers(1, 4))
 def test_forward_table_is_valid(reads: Reads, num_stages: int) -> None:
     table = build_forward_table(reads, num_stages=num_stages)
@@ -134,7 +136,7 @@ def test_forward_table_is_valid(reads: Reads, num_stages: int) -> None:
     assert len(table.rows) == num_stages
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches(), configs(), st.integers(1, 4))
 def test_tables_of_plans_are_valid(trajectories: list[Trajectory], config: PlanConfig, num_stages: int) -> None:
     for rank in build_plan(trajectories, config).ranks:
