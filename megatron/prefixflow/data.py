@@ -41,30 +41,21 @@ def load_trajectories(args: Arguments) -> tuple[Trajectory, ...]:
 
     Raises TrajectoryError at the first line that cannot be used, ValueError where there is no file.
     """
-    trajectories = read_trajectories(
-        args.trajectories, vocab_size=args.vocab_size, max_positions=args.seq_length
-    )
+    trajectories = read_trajectories(args.trajectories, vocab_size=args.vocab_size, max_positions=args.seq_length)
     return with_temperature(trajectories, args.temperature)
 
 
-def with_temperature(
-    trajectories: Sequence[Trajectory], temperature: float | None
-) -> tuple[Trajectory, ...]:
+def with_temperature(trajectories: Sequence[Trajectory], temperature: float | None) -> tuple[Trajectory, ...]:
     """All trajectories at `temperature`; None keeps each trajectory's own.
 
     A file cannot say that a temperature is unknown (absent means 1), so a given one holds for all.
     """
     if temperature is None:
         return tuple(trajectories)
-    return tuple(
-        t if t.temperature == temperature else replace(t, temperature=temperature)
-        for t in trajectories
-    )
+    return tuple(t if t.temperature == temperature else replace(t, temperature=temperature) for t in trajectories)
 
 
-def group_batches(
-    trajectories: Sequence[Trajectory], max_trajectories: int
-) -> tuple[tuple[Trajectory, ...], ...]:
+def group_batches(trajectories: Sequence[Trajectory], max_trajectories: int) -> tuple[tuple[Trajectory, ...], ...]:
     """Batches of one epoch, see the module docstring."""
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:

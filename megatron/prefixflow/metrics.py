@@ -129,9 +129,7 @@ class RankSums:
     backward_s: float = 0.0
 
     @classmethod
-    def of(
-        cls, terms: LossTerms | None, num_computed_tokens: int, times: OpTimes, *, is_counted: bool
-    ) -> RankSums:
+    def of(cls, terms: LossTerms | None, num_computed_tokens: int, times: OpTimes, *, is_counted: bool) -> RankSums:
         """is_counted: False on tensor-parallel copies, which add their times only."""
         sums = cls(forward_s=times.forward_s, backward_s=times.backward_s)
         if not is_counted:
@@ -175,9 +173,7 @@ class UpdateFacts:
     peak_bytes: int
 
 
-def step_metrics(
-    facts: UpdateFacts, sums: RankSums, plan: Plan, trajectories: Sequence[Trajectory]
-) -> StepMetrics:
+def step_metrics(facts: UpdateFacts, sums: RankSums, plan: Plan, trajectories: Sequence[Trajectory]) -> StepMetrics:
     """Join the reduced sums of a step with what every rank knows."""
     rewards = [t.reward for t in trajectories if t.reward is not None]
     num_trained = sum(t.num_trained for t in trajectories)

@@ -2,8 +2,8 @@
 
 Steps of `main`:
 
-1. `prepare` parses the command line, reads the trajectories and checks what can be checked without a process group. A
-   problem on any rank is one sentence on rank 0 and exit 2 on all of them, before anything is written.
+1. `job.prepare` parses the command line, reads the trajectories and checks what can be checked without a process group.
+   A problem on any rank is one sentence on rank 0 and exit 2 on all of them, before anything is written.
 2. `Trainer` builds model, gradient buffers, optimizer and schedule, in Megatron's own classes.
 3. Each step plans a batch (or keeps the plan of the last one, `--updates-per-batch`), fills in missing
    log-probabilities by the same plan, runs forward and backward, reduces, clips, updates, and writes one line of metrics.
@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import importlib.util
 import json
 import math
 import os
@@ -45,22 +44,17 @@ from rich.progress import Progress
 from megatron.prefixflow.arguments import (
     Arguments,
     ArgumentsError,
-    build_parser,
     ddp_config,
     gpt_model_kwargs,
     loss_config,
     optimizer_config,
-    parallel_layout,
-    parse_arguments,
     plan_config,
     scheduler_options,
-    startup_lines,
     transformer_config,
 )
-from megatron.prefixflow.configs import has_transformer_engine
-from megatron.prefixflow.data import BatchPlace, group_batches, load_trajectories
-from megatron.prefixflow.device import torch_device
+from megatron.prefixflow.data import BatchPlace
 from megatron.prefixflow.gradients import clip_gradients, gradient_norm, reduce_gradients
+from megatron.prefixflow.job import Job, prepare
 from megatron.prefixflow.metrics import (
     OpTimes,
     RankSums,
@@ -74,10 +68,7 @@ from megatron.prefixflow.model import build_model, wrap_data_parallel
 from megatron.prefixflow.planning import plan_step
 from megatron.prefixflow.session import start_session
 from megatron.prefixflow.step import StepRunner, complete_logprobs, spread_logprobs
-from prefixflow.plan.layout import ParallelLayout
-from prefixflow.plan.plan import Plan, build_plan
-from prefixflow.runtime.attention.kernels import AttentionKernel, select_kernel
-from prefixflow.runtime.loss import LossConfig
+from prefixflow.plan.plan import Plan
 from prefixflow.runtime.objective import Objective
 from prefixflow.trajectories.files import atomic_write
 from prefixflow.trajectories.types import Trajectory
@@ -87,28 +78,6 @@ PROGRAM = "pretrain_rl.py"
 
 class TrainingError(RuntimeError):
     """The run cannot go on; the message is the same sentence on every rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A run that has passed every check that needs no process group."""
-
-    args: Arguments
-    layout: ParallelLayout
-    kernel: AttentionKernel
-    trajectories: tuple[Trajectory, ...]
-    warnings: tuple[str, ...]
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """What the start of a run prints."""
-        return (
-            *startup_lines(self.args, self.layout),
-            f"attention: {self.kernel.describe()}",
-            f"packages: {', '.join(_package_states(self.kernel))}",
-            *_data_lines(self),
-            *(f"warning: {warning}" for warning in self.warnings),
-        )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -124,26 +93,29 @@ def main(argv: Sequence[str]) -> int:
 def _run(job: Job | None, problem: str | None, is_first: bool) -> int:
     problem = _agreed(problem)
     if job is None or problem is not None:
-        return _refuse(problem, is_first)
+        _say(str(problem), is_first)
+        # torchrun ends the other ranks when the first one leaves: the sentence must be out by then.
+        dist.barrier()
+        return 2
     console = Console(soft_wrap=True, markup=False, highlight=False, quiet=not is_first)
     for line in job.lines:
         console.print(line)
     run = score if job.args.logprobs_only else train
     try:
         run(job, console)
-    except (ArgumentsError, TrainingError) as error:
-        if is_first:
-            print(f"{PROGRAM}: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, ArgumentsError) else 1
+    except TrainingError as error:
+        _say(str(error), is_first)
+        return 1
+    except ArgumentsError as error:
+        _say(str(error), is_first)
+        # Only ranks that read the weights have seen it: the others wait for them, and end when this one does.
+        raise SystemExit(2) from None
     return 0
 
 
-def _refuse(problem: str | None, is_first: bool) -> int:
+def _say(problem: str, is_first: bool) -> None:
     if is_first:
         print(f"{PROGRAM}: {problem}", file=sys.stderr, flush=True)
-    # torchrun ends the other ranks when the first one leaves: the sentence must be out by then.
-    dist.barrier()
-    return 2
 
 
 def _attempt(action: Callable[[], Job]) -> tuple[Job | None, str | None]:
@@ -177,10 +149,9 @@ def _process_group(args: Arguments | None) -> Iterator[bool]:
         yield dist.get_rank() == 0
         return
     # Without arguments there is only an error to agree on, which needs no GPU.
-    backend = args.distributed_backend if args else "gloo"
-    if not torch.cuda.is_available():
-        backend = "gloo"
-    if backend == "nccl":
+    on_gpu = torch.cuda.is_available() and args is not None
+    backend = args.distributed_backend if args and on_gpu else "gloo"
+    if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     alone = "RANK" not in os.environ
     if alone and Path("/sys/class/net/lo").exists():
@@ -194,145 +165,10 @@ def _process_group(args: Arguments | None) -> Iterator[bool]:
     dist.destroy_process_group()
 
 
-def prepare(argv: Sequence[str], world_size: int) -> Job:
-    """Parse, read and check; nothing is written and no process group is needed.
-
-    Raises:
-        ArgumentsError, TrajectoryError, ValueError, OSError, ImportError: with a sentence for the user.
-    """
-    args = parse_arguments(argv, training=True)
-    _check_packages(argv)
-    layout = parallel_layout(args, world_size)
-    kernel = select_kernel(args.attention_kernel, torch_device())
-    if args.hf_model:
-        importlib.import_module("megatron.prefixflow.bridge")
-    _check_outputs(args)
-    if not args.logprobs_only:
-        _check_schedule(args)
-    trajectories = load_trajectories(args)
-    _check_trajectories(args, layout, trajectories)
-    return Job(args, layout, kernel, trajectories, tuple(_data_warnings(args, trajectories)))
-
-
-def _check_packages(argv: Sequence[str]) -> None:
-    """An implementation that was asked for by name must be there."""
-    asked = getattr(build_parser().parse_known_args(list(argv))[0], "transformer_impl", None)
-    if asked == "transformer_engine" and not has_transformer_engine():
-        raise ArgumentsError(
-            "--transformer-impl transformer_engine: Transformer Engine is not installed. Install it, or use "
-            "--transformer-impl local."
-        )
-
-
-def _check_outputs(args: Arguments) -> None:
-    for name, path in (
-        ("--metrics-file", args.metrics_file),
-        ("--logprobs-only", args.logprobs_only),
-    ):
-        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-            raise ArgumentsError(
-                f"{name} {path}: expected the name of a file in a folder that exists. Create the folder, or "
-                "name another file."
-            )
-
-
-def _check_schedule(args: Arguments) -> None:
-    """What Megatron's scheduler would only assert."""
-    options = scheduler_options(args)
-    warmup, decay = options["lr_warmup_steps"], options["lr_decay_steps"]
-    if args.train_iters < 1:
-        raise ArgumentsError(f"--train-iters is {args.train_iters}, expected at least 1.")
-    if args.updates_per_batch < 1:
-        raise ArgumentsError(
-            f"--updates-per-batch is {args.updates_per_batch}, expected at least 1."
-        )
-    if warmup >= decay:
-        raise ArgumentsError(
-            f"the learning rate warms up over {warmup:g} trajectories and decays over {decay:g}; the warm-up must "
-            "be shorter. Lower --lr-warmup-iters (or its other forms), or raise --lr-decay-iters."
-        )
-    if args.lr_decay_style == "WSD" and options["wsd_decay_steps"] is None:
-        raise ArgumentsError("--lr-decay-style WSD needs --lr-wsd-decay-iters.")
-    if args.lr_warmup_init > args.lr:
-        raise ArgumentsError(
-            f"--lr-warmup-init {args.lr_warmup_init} is more than --lr {args.lr}."
-        )
-
-
-def _check_trajectories(
-    args: Arguments, layout: ParallelLayout, trajectories: Sequence[Trajectory]
-) -> None:
-    """What the loss or the plan of a later step would refuse is refused here."""
-    if loss_config(args).tis_cap is not None:
-        for trajectory in trajectories:
-            if trajectory.rollout_logprobs is None:
-                raise ArgumentsError(
-                    f"--tis-cap needs rollout_logprobs, and trajectory {trajectory.id!r} of {args.trajectories} "
-                    "brings none. Leave --tis-cap out, or write them into the file."
-                )
-    # Without reuse a trajectory longer than the token budget has no plan, so the longest one tells.
-    longest = max(trajectories, key=len)
-    build_plan([longest], plan_config(args, layout))
-
-
-def _data_warnings(args: Arguments, trajectories: Sequence[Trajectory]) -> Iterator[str]:
-    if not any(t.num_trained for t in trajectories):
-        yield f"no token of {args.trajectories} is trained: all gradients will be zero."
-    size = args.global_batch_size
-    if size is not None and size > len(trajectories):
-        yield (
-            f"--global-batch-size is {size}, but there are {len(trajectories)} trajectories: every step takes all of "
-            "them."
-        )
-
-
-def _data_lines(job: Job) -> Iterator[str]:
-    args, trajectories = job.args, job.trajectories
-    batches = batches_of(job)
-    num_groups = len({t.group for t in trajectories})
-    num_tokens = sum(len(t) for t in trajectories)
-    sizes = sorted({len(batch) for batch in batches})
-    per_batch = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    yield (
-        f"data: {len(trajectories)} trajectories in {num_groups} groups, {num_tokens} tokens, {len(batches)} batches "
-        f"of {per_batch} trajectories an epoch"
-    )
-    yield (
-        f"plan: prefix reuse {args.prefix_reuse}, at most {args.max_tokens_per_microbatch} tokens a microbatch"
-    )
-    if not args.logprobs_only:
-        yield f"loss: {_describe_loss(loss_config(args))}"
-
-
-def _describe_loss(loss: LossConfig) -> str:
-    text = f"{loss.policy_loss.value}, {loss.aggregation.value}, clip {loss.clip_low:g} and {loss.clip_high:g}"
-    if loss.needs_reference:
-        text += f", KL {loss.kl_estimator.value} x {loss.kl_coef:g}"
-    return text + (f", entropy x {loss.entropy_coef:g}" if loss.needs_entropy else "")
-
-
-def _package_states(kernel: AttentionKernel) -> Iterator[str]:
-    flash_attn_used = "flash-attn" in kernel.describe()
-    for name, module, is_used in (
-        ("Transformer Engine", "transformer_engine", has_transformer_engine()),
-        ("Apex", "apex", torch.cuda.is_available()),
-        ("flash-attn", "flash_attn", flash_attn_used),
-    ):
-        is_there = importlib.util.find_spec(module) is not None
-        state = "used" if is_used else "installed, not used"
-        yield f"{name} {state if is_there else 'not installed'}"
-
-
-def batches_of(job: Job) -> tuple[tuple[Trajectory, ...], ...]:
-    """The batches of an epoch; scoring without a batch size takes all trajectories at once."""
-    return group_batches(job.trajectories, job.args.global_batch_size or len(job.trajectories))
-
-
 @dataclass(frozen=True, slots=True)
 class BatchWork:
     """One batch with its plan; log-probabilities that the loss needs and the file lacks are filled in."""
 
-    batch: int
     plan: Plan
     trajectories: tuple[Trajectory, ...]
 
@@ -406,9 +242,7 @@ class Scorer:
 
     def plan(self, trajectories: Sequence[Trajectory], *, skip_zero_advantage: bool) -> Plan:
         config = plan_config(self.job.args, self.job.layout)
-        return plan_step(
-            trajectories, config, self.loss, skip_zero_advantage=skip_zero_advantage
-        )
+        return plan_step(trajectories, config, self.loss, skip_zero_advantage=skip_zero_advantage)
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
         """Log-probabilities [tokens] of every trajectory by id, on every rank; 0 where a token is not trained."""
@@ -418,8 +252,7 @@ class Scorer:
         dist.all_gather_object(everyone, mine if self.groups.tensor_rank == 0 else {})
         scored = {i: values for part in everyone for i, values in part.items()}
         return {
-            t.id: spread_logprobs(t, scored[i]) if i in scored else np.zeros(len(t))
-            for i, t in enumerate(trajectories)
+            t.id: spread_logprobs(t, scored[i]) if i in scored else np.zeros(len(t)) for i, t in enumerate(trajectories)
         }
 
 
@@ -431,7 +264,7 @@ def score(job: Job, console: Console) -> None:
     """
     scorer = Scorer(job)
     found: dict[str, np.ndarray] = {}
-    for batch in batches_of(job):
+    for batch in job.batches:
         found |= scorer.logprobs(batch)
     if dist.get_rank() == 0:
         with atomic_write(job.args.logprobs_only) as file:
@@ -439,9 +272,7 @@ def score(job: Job, console: Console) -> None:
                 line = {"id": trajectory.id, "logprobs": found[trajectory.id].tolist()}
                 file.write((json.dumps(line) + "\n").encode())
     dist.barrier()
-    console.print(
-        f"log-probabilities of {len(found)} trajectories written to {job.args.logprobs_only}"
-    )
+    console.print(f"log-probabilities of {len(found)} trajectories written to {job.args.logprobs_only}")
 
 
 class Trainer(Scorer):
@@ -460,7 +291,7 @@ class Trainer(Scorer):
         config = dataclasses.replace(optimizer_config(args), clip_grad=0.0)
         self.optimizer = get_megatron_optimizer(config, [self.ddp])
         self.scheduler = OptimizerParamScheduler(self.optimizer, **scheduler_options(args))
-        self.batches = batches_of(job)
+        self.batches = job.batches
         self.num_steps = 0
         self.warnings: list[str] = []
         self._work: BatchWork | None = None
@@ -487,7 +318,8 @@ class Trainer(Scorer):
         norm = gradient_norm([self.ddp], self.groups)
         lr = self._learning_rate()
         self._update(norm)
-        self._work = work.keep_old_logprobs(objective)
+        is_reused = self.job.args.updates_per_batch > 1
+        self._work = work.keep_old_logprobs(objective) if is_reused else None
         self.num_steps += 1
         sums = RankSums.of(
             objective.terms,
@@ -496,25 +328,22 @@ class Trainer(Scorer):
             is_counted=self.groups.tensor_rank == 0,
         ).reduce(self.device)
         # The reduction above has waited for every rank and every device.
-        seconds, peak = largest(
-            [time.perf_counter() - begin, torch.cuda.max_memory_allocated()], self.device
-        )
+        seconds, peak = largest([time.perf_counter() - begin, torch.cuda.max_memory_allocated()], self.device)
         facts = UpdateFacts(self.num_steps, norm, lr, seconds, round(peak))
         return step_metrics(facts, sums, work.plan, work.trajectories)
 
     def _prepared(self, place: BatchPlace) -> BatchWork:
         """The work of this step: kept from the update before on the same batch, else planned."""
-        if place.reuse > 0 and self._work is not None:
+        if place.reuse > 0:
+            assert self._work is not None, "the update before this one kept nothing"
             self._warn_unshared(self._work.plan)
             return self._work
         if place.epoch > 0 and place.batch == 0:
-            self.warnings.append(
-                f"epoch {place.epoch + 1} starts: the trajectories are used again."
-            )
+            self.warnings.append(f"epoch {place.epoch + 1} starts: the trajectories are used again.")
         trajectories = self.batches[place.batch]
         plan = self.plan(trajectories, skip_zero_advantage=self.job.args.skip_zero_advantage)
         self._warn_unshared(plan)
-        return BatchWork(place.batch, plan, self._completed(plan, trajectories))
+        return BatchWork(plan, self._completed(plan, trajectories))
 
     def _warn_unshared(self, plan: Plan) -> None:
         if self.job.args.prefix_reuse == "on" and not plan.forest.num_shared_segments:

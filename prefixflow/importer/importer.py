@@ -30,10 +30,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from prefixflow.importer.encoders import Encoder, Turn, load_encoder, parse_messages
+from prefixflow.trajectories.advantages import grpo_advantages
 from prefixflow.trajectories.reader import json_lines, write_trajectories
 from prefixflow.trajectories.types import Trajectory, TrajectoryError, describe, finite_number
-
-GRPO_EPSILON = 1e-6
 
 T = TypeVar("T")
 
@@ -138,17 +137,9 @@ def _parse_line(number: int, record: dict[str, Any], group_key: str) -> _SourceL
 
 
 def _advantages(group: list[_SourceLine], advantage: Advantage) -> list[float]:
-    """One advantage for each source line of a group.
-
-    GRPO's is (r - mean) / (std + 1e-6) with the unbiased std (arXiv 2402.03300); 0 for one line.
-    """
-    rewards = np.array([line.reward for line in group])
-    if advantage is Advantage.REWARD:
-        return rewards.tolist()
-    if (rewards == rewards[0]).all():
-        # Also where the mean is rounded: a group without contrast has advantages of exactly 0.
-        return [0.0] * len(group)
-    return ((rewards - rewards.mean()) / (rewards.std(ddof=1) + GRPO_EPSILON)).tolist()
+    """One advantage for each source line of a group."""
+    rewards = [line.reward for line in group]
+    return rewards if advantage is Advantage.REWARD else grpo_advantages(rewards)
 
 
 def _encode_line(

@@ -59,6 +59,11 @@ def sleep_on(rank: int) -> int:
     return dist.get_rank()
 
 
+def say_and_sleep() -> None:
+    print("asleep", flush=True)
+    time.sleep(60)
+
+
 def unpicklable_result() -> object:
     return lambda: None
 
@@ -124,7 +129,7 @@ def test_a_rank_that_raises_fails_the_call_at_once(own_world: World) -> None:
     begin = time.monotonic()
     with pytest.raises(WorldError, match="the-broken-rank") as caught:
         own_world.run(raise_on, 1, timeout_s=60)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
     assert "Rank 1 of 2 failed in" in str(caught.value)
     assert "in raise_on" in caught.value.failures[1]
     assert not any(is_alive(process_id) for process_id in before)
@@ -134,8 +139,9 @@ def test_a_rank_that_raises_fails_the_call_at_once(own_world: World) -> None:
 
 
 def test_a_rank_that_dies_is_named(own_world: World) -> None:
-    with pytest.raises(WorldError, match=r"Rank 1 of 2 failed in (.|\n)*SIGKILL"):
+    with pytest.raises(WorldError, match="Rank 1 of 2 failed in ") as caught:
         own_world.run(die_on, 1, timeout_s=60)
+    assert "SIGKILL" in caught.value.failures[1]
 
 
 def test_a_silent_rank_is_named_with_its_stack(own_world: World) -> None:
@@ -143,7 +149,7 @@ def test_a_silent_rank_is_named_with_its_stack(own_world: World) -> None:
     begin = time.monotonic()
     with pytest.raises(WorldError, match=r"Rank 1 of 2 did not answer within 1 s") as caught:
         own_world.run(sleep_on, 1, timeout_s=1)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
     assert list(caught.value.failures) == [1]
     assert "in sleep_on" in caught.value.failures[1]
 
@@ -163,13 +169,13 @@ def test_world_size_below_one_is_refused() -> None:
 SCRIPT = """
     import os, sys, time
     from prefixflow.runtime.world import World
-    from tests.distributed.test_world import identity_of_rank, sleep_on
+    from tests.distributed.test_world import identity_of_rank, say_and_sleep
 
     if __name__ == "__main__":
         world = World(2)
         print(*(process_id for _, _, process_id in world.run(identity_of_rank)), flush=True)
         if sys.argv[1] == "killed":
-            world.run(sleep_on, 1)
+            world.run(say_and_sleep)
 """
 
 
@@ -186,8 +192,13 @@ def test_no_process_outlives_its_parent(tmp_path: Path, end: str) -> None:
         ranks = [int(word) for word in parent.stdout.readline().split()]
         assert len(ranks) == 2
         if end == "killed":
+            assert [parent.stdout.readline() for _ in ranks] == ["asleep\n"] * 2
             parent.kill()
-    deadline = time.monotonic() + 10
+        try:
+            parent.wait(timeout=60)
+        finally:
+            parent.kill()
+    deadline = time.monotonic() + 20
     while any(map(is_alive, ranks)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(is_alive, ranks))

@@ -258,7 +258,7 @@ def _shard(full: torch.Tensor, parameter: Any, tp: int) -> torch.Tensor:
 
 
 def outcome(worlds: Worlds, case: Case) -> Outcome:
-    results = worlds[case.world_size].run(train, case, timeout_s=60)
+    results = worlds[case.world_size].run(train, case, timeout_s=180)
     assert all(result == results[0] for result in results)
     return results[0]
 

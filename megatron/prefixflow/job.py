@@ -1,0 +1,183 @@
+"""A run of `pretrain_rl.py` before it starts: parsed, read and checked, without a process group.
+
+What a later step would refuse is refused here, so that nothing is half done: arguments, packages that were asked for by
+name, output files, the learning-rate schedule, every line of the trajectory files, and what the loss and the plan need.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.prefixflow.arguments import (
+    Arguments,
+    ArgumentsError,
+    build_parser,
+    loss_config,
+    parallel_layout,
+    parse_arguments,
+    plan_config,
+    scheduler_options,
+    startup_lines,
+)
+from megatron.prefixflow.configs import has_transformer_engine
+from megatron.prefixflow.data import group_batches, load_trajectories
+from megatron.prefixflow.device import torch_device
+from prefixflow.plan.layout import ParallelLayout
+from prefixflow.plan.plan import build_plan
+from prefixflow.runtime.attention.kernels import AttentionKernel, select_kernel
+from prefixflow.runtime.loss import LossConfig
+from prefixflow.trajectories.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run that has passed every check that needs no process group."""
+
+    args: Arguments
+    layout: ParallelLayout
+    kernel: AttentionKernel
+    trajectories: tuple[Trajectory, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def batches(self) -> tuple[tuple[Trajectory, ...], ...]:
+        """The batches of an epoch; scoring without a batch size takes all trajectories at once."""
+        return group_batches(self.trajectories, self.args.global_batch_size or len(self.trajectories))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What the start of a run prints."""
+        return (
+            *startup_lines(self.args, self.layout),
+            f"attention: {self.kernel.describe()}",
+            f"packages: {', '.join(_package_states(self.kernel))}",
+            *_data_lines(self),
+            *(f"warning: {warning}" for warning in self.warnings),
+        )
+
+
+def prepare(argv: Sequence[str], world_size: int) -> Job:
+    """Parse, read and check; nothing is written and no process group is needed.
+
+    Raises:
+        ArgumentsError, TrajectoryError, ValueError, OSError, ImportError: with a sentence for the user.
+    """
+    args = parse_arguments(argv, training=True)
+    _check_packages(argv)
+    layout = parallel_layout(args, world_size)
+    kernel = select_kernel(args.attention_kernel, torch_device())
+    if args.hf_model:
+        importlib.import_module("megatron.prefixflow.bridge")
+    _check_outputs(args)
+    if not args.logprobs_only:
+        _check_schedule(args)
+    trajectories = load_trajectories(args)
+    _check_trajectories(args, layout, trajectories)
+    return Job(args, layout, kernel, trajectories, tuple(_data_warnings(args, trajectories)))
+
+
+def _check_packages(argv: Sequence[str]) -> None:
+    """An implementation that was asked for by name must be there."""
+    asked = getattr(build_parser().parse_known_args(list(argv))[0], "transformer_impl", None)
+    if asked == "transformer_engine" and not has_transformer_engine():
+        raise ArgumentsError(
+            "--transformer-impl transformer_engine: Transformer Engine is not installed. Install it, or use "
+            "--transformer-impl local."
+        )
+
+
+def _check_outputs(args: Arguments) -> None:
+    for name, path in (
+        ("--metrics-file", args.metrics_file),
+        ("--logprobs-only", args.logprobs_only),
+    ):
+        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise ArgumentsError(
+                f"{name} {path}: expected the name of a file in a folder that exists. Create the folder, or "
+                "name another file."
+            )
+
+
+def _check_schedule(args: Arguments) -> None:
+    """What Megatron's scheduler would only assert."""
+    options = scheduler_options(args)
+    warmup, decay = options["lr_warmup_steps"], options["lr_decay_steps"]
+    if args.train_iters < 1:
+        raise ArgumentsError(f"--train-iters is {args.train_iters}, expected at least 1.")
+    if args.updates_per_batch < 1:
+        raise ArgumentsError(f"--updates-per-batch is {args.updates_per_batch}, expected at least 1.")
+    if warmup >= decay:
+        raise ArgumentsError(
+            f"the learning rate warms up over {warmup:g} trajectories and decays over {decay:g}; the warm-up must "
+            "be shorter. Lower --lr-warmup-iters (or its other forms), or raise --lr-decay-iters."
+        )
+    if args.lr_decay_style == "WSD" and options["wsd_decay_steps"] is None:
+        raise ArgumentsError("--lr-decay-style WSD needs --lr-wsd-decay-iters.")
+    if args.lr_warmup_init > args.lr:
+        raise ArgumentsError(f"--lr-warmup-init {args.lr_warmup_init} is more than --lr {args.lr}.")
+
+
+def _check_trajectories(args: Arguments, layout: ParallelLayout, trajectories: Sequence[Trajectory]) -> None:
+    """What the loss or the plan of a later step would refuse is refused here."""
+    if loss_config(args).tis_cap is not None:
+        for trajectory in trajectories:
+            if trajectory.rollout_logprobs is None:
+                raise ArgumentsError(
+                    f"--tis-cap needs rollout_logprobs, and trajectory {trajectory.id!r} of {args.trajectories} "
+                    "brings none. Leave --tis-cap out, or write them into the file."
+                )
+    # Without reuse a trajectory longer than the token budget has no plan, so the longest one tells.
+    longest = max(trajectories, key=len)
+    build_plan([longest], plan_config(args, layout))
+
+
+def _data_warnings(args: Arguments, trajectories: Sequence[Trajectory]) -> Iterator[str]:
+    if not any(t.num_trained for t in trajectories):
+        yield f"no token of {args.trajectories} is trained: all gradients will be zero."
+    size = args.global_batch_size
+    if size is not None and size > len(trajectories):
+        yield (
+            f"--global-batch-size is {size}, but there are {len(trajectories)} trajectories: every step takes all of "
+            "them."
+        )
+
+
+def _data_lines(job: Job) -> Iterator[str]:
+    args, trajectories = job.args, job.trajectories
+    batches = job.batches
+    num_groups = len({t.group for t in trajectories})
+    num_tokens = sum(len(t) for t in trajectories)
+    sizes = sorted({len(batch) for batch in batches})
+    per_batch = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    yield (
+        f"data: {len(trajectories)} trajectories in {num_groups} groups, {num_tokens} tokens; an epoch is "
+        f"{len(batches)} x {per_batch} trajectories"
+    )
+    yield (f"plan: prefix reuse {args.prefix_reuse}, at most {args.max_tokens_per_microbatch} tokens a microbatch")
+    if not args.logprobs_only:
+        yield f"loss: {_describe_loss(loss_config(args))}"
+
+
+def _describe_loss(loss: LossConfig) -> str:
+    text = f"{loss.policy_loss.value}, {loss.aggregation.value}, clip {loss.clip_low:g} and {loss.clip_high:g}"
+    if loss.needs_reference:
+        text += f", KL {loss.kl_estimator.value} x {loss.kl_coef:g}"
+    return text + (f", entropy x {loss.entropy_coef:g}" if loss.needs_entropy else "")
+
+
+def _package_states(kernel: AttentionKernel) -> Iterator[str]:
+    flash_attn_used = "flash-attn" in kernel.describe()
+    for name, module, is_used in (
+        ("Transformer Engine", "transformer_engine", has_transformer_engine()),
+        ("Apex", "apex", torch.cuda.is_available()),
+        ("flash-attn", "flash_attn", flash_attn_used),
+    ):
+        is_there = importlib.util.find_spec(module) is not None
+        state = "used" if is_used else "installed, not used"
+        yield f"{name} {state if is_there else 'not installed'}"
