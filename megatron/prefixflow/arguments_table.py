@@ -1148,14 +1148,6 @@ def _not_built(reason: str, wants: Callable[[Any], bool], names: str) -> tuple[N
 
 
 NOT_BUILT_YET: tuple[NotBuilt, ...] = (
-    *_not_built("pipeline parallelism", _more_than_one, "--pipeline-model-parallel-size"),
-    *_not_built(
-        "pipeline parallelism",
-        _given,
-        """--num-virtual-stages-per-pipeline-rank --num-layers-per-virtual-pipeline-stage
-        --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
-        --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split""",
-    ),
     *_not_built("context parallelism", _more_than_one, "--context-parallel-size"),
     *_not_built("context parallelism", _not("auto", "gather"), "--context-parallel-kv"),
     *_not_built("mixture of experts", _given, "--num-experts"),

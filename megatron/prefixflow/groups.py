@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from prefixflow.runtime.links import Channel
+
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Groups of this rank. `model_parallel` is tensor x pipeline; `data_parallel` excludes context parallel ranks."""
+    """Groups of this rank. `model_parallel` is tensor x pipeline; `data_parallel` excludes context parallel ranks.
+
+    `channels` are the groups that pipeline messages travel on; empty without pipeline parallelism.
+    """
 
     tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
     data_parallel: dist.ProcessGroup
     data_context: dist.ProcessGroup
     model_parallel: dist.ProcessGroup
+    channels: Mapping[Channel, dist.ProcessGroup]
 
     @property
     def tensor_rank(self) -> int:
@@ -25,12 +33,40 @@ class Groups:
     def data_rank(self) -> int:
         return self.data_parallel.rank()
 
+    @property
+    def pipeline_rank(self) -> int:
+        return self.pipeline.rank()
+
+    @property
+    def pipeline_ranks(self) -> tuple[int, ...]:
+        """Global ranks of this rank's pipeline, first stage first."""
+        return tuple(dist.get_process_group_ranks(self.pipeline))
+
 
 def current_groups() -> Groups:
-    """Groups of the initialised `parallel_state`."""
+    """Groups of the initialised `parallel_state`; collective, since it makes the pipeline's channels."""
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
     return Groups(
         tensor=parallel_state.get_tensor_model_parallel_group(),
+        pipeline=pipeline,
         data_parallel=parallel_state.get_data_parallel_group(),
         data_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
         model_parallel=parallel_state.get_model_parallel_group(),
+        channels=_channels(pipeline),
     )
+
+
+def _channels(pipeline: dist.ProcessGroup) -> dict[Channel, dist.ProcessGroup]:
+    """A group per channel over the ranks of `pipeline`: directions must not wait for each other."""
+    if pipeline.size() == 1:
+        return {}
+    mine = tuple(dist.get_process_group_ranks(pipeline))
+    everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    channels: dict[Channel, dist.ProcessGroup] = {}
+    for ranks in sorted(set(everyone)):
+        for channel in Channel:
+            group = dist.new_group(ranks)
+            if ranks == mine:
+                channels[channel] = group
+    return channels

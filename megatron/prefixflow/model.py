@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,21 +10,41 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.spec import block_spec
 
 
-def build_model(config: TransformerConfig, **gpt_kwargs: Any) -> GPTModel:
-    """GPTModel in `config.params_dtype`; `gpt_kwargs` are GPTModel's own (vocab_size, max_sequence_length, ...)."""
-    model = GPTModel(config=config, transformer_layer_spec=block_spec(config), **gpt_kwargs)
-    return model.to(config.params_dtype)
+def build_model(config: TransformerConfig, groups: Groups, **gpt_kwargs: Any) -> tuple[GPTModel, ...]:
+    """This rank's model chunks in `config.params_dtype`; global stage of chunk c on pipeline rank r of p is c * p + r.
+
+    `gpt_kwargs` are GPTModel's own (vocab_size, max_sequence_length, ...).
+    """
+    num_chunks = config.virtual_pipeline_model_parallel_size or 1
+    last = num_chunks * groups.pipeline.size() - 1
+    chunks = []
+    for number in range(num_chunks):
+        stage = number * groups.pipeline.size() + groups.pipeline_rank
+        vp_stage = number if num_chunks > 1 else None
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(config, vp_stage),
+            pre_process=stage == 0,
+            post_process=stage == last,
+            vp_stage=vp_stage,
+            **gpt_kwargs,
+        )
+        chunks.append(model.to(config.params_dtype))
+    return tuple(chunks)
 
 
-def wrap_data_parallel(model: GPTModel, ddp_config: DistributedDataParallelConfig) -> DistributedDataParallel:
-    """Megatron's DDP with its own bucket triggers off.
+def wrap_data_parallel(
+    chunks: Sequence[GPTModel], ddp_config: DistributedDataParallelConfig
+) -> tuple[DistributedDataParallel, ...]:
+    """Megatron's DDP around each chunk, with its own bucket triggers off.
 
-    Its ready counts assume that every parameter gets a gradient in the last microbatch; a delayed prefix backward leaves
-    the LM head without one. Reduction starts once, after the last operation (`gradients.reduce_gradients`). Sums, not
-    means: the loss carries its own normaliser.
+    Its ready counts assume that every parameter gets a gradient in the last microbatch; a delayed prefix backward
+    leaves the LM head without one. Reduction starts once, after the last operation (`gradients.reduce_gradients`).
+    Sums, not means: the loss carries its own normaliser.
 
     Raises ValueError when the configuration would average or overlap.
     """
@@ -32,12 +53,12 @@ def wrap_data_parallel(model: GPTModel, ddp_config: DistributedDataParallelConfi
             "--overlap-grad-reduce lets DDP count ready parameters per microbatch, which a delayed prefix backward "
             "breaks; leave it out."
         )
-    if not model.config.calculate_per_token_loss or ddp_config.average_in_collective:
+    if not chunks[0].config.calculate_per_token_loss or ddp_config.average_in_collective:
         raise ValueError(
             "Data-parallel gradients must be summed: set calculate_per_token_loss in the model configuration and "
             "leave average_in_collective off."
         )
-    return DistributedDataParallel(model.config, ddp_config, model, disable_bucketing=False)
+    return tuple(DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks)
 
 
 def parameter_dtype(model: torch.nn.Module) -> torch.dtype:

@@ -262,16 +262,17 @@ def run_reuse(case: Case, weights: str, reference: SideFiles, setup: Callable[[]
     groups = start_session(parallel, args.seed)
     trajectories = _read(case, args)
     config = transformer_config(args)
-    model = build_model(config, **gpt_model_kwargs(args))
+    chunks = build_model(config, groups, **gpt_model_kwargs(args))
     full = load_file(weights)
-    load_full_parameters(model, full, rank=groups.tensor.rank(), size=parallel.tp, gated=config.gated_linear_unit)
-    ddp = wrap_data_parallel(model, ddp_config(args))
-    ddp.broadcast_params()
+    load_full_parameters(chunks, full, rank=groups.tensor.rank(), size=parallel.tp, gated=config.gated_linear_unit)
+    ddp = wrap_data_parallel(chunks, ddp_config(args))
+    for chunk in ddp:
+        chunk.broadcast_params()
     optimizer = _megatron_optimizer(args, reference.update, ddp)
     runner = StepRunner(
-        model,
+        chunks,
         groups,
-        select_kernel(args.attention_kernel, next(model.parameters()).device),
+        select_kernel(args.attention_kernel, next(chunks[0].parameters()).device),
         vocab_size=args.vocab_size,
         max_response_tokens=args.max_response_length,
     )
@@ -283,21 +284,22 @@ def run_reuse(case: Case, weights: str, reference: SideFiles, setup: Callable[[]
         skip_zero_advantage=args.skip_zero_advantage,
     )
     trajectories = complete_logprobs(runner, plan, trajectories, loss)
-    comparison = Comparison(args, case, trajectories, plan, groups)
+    comparison = Comparison(args, case, trajectories, plan, groups, has_head=runner.has_head)
     for step in range(NUM_STEPS):
-        ddp.zero_grad_buffer()
+        for chunk in ddp:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
         objective = runner.forward_backward(plan, trajectories, loss)
-        reduce_gradients([ddp])
-        norm = gradient_norm([ddp], groups)
+        reduce_gradients(ddp)
+        norm = gradient_norm(ddp, groups)
         grads = full_gradients(ddp, groups, gated=config.gated_linear_unit, vocab_size=args.vocab_size)
         comparison.add(step, objective, grads, norm, runner.num_computed_tokens, reference)
-        clip_gradients([ddp], reference.update.max_norm, norm)
+        clip_gradients(ddp, reference.update.max_norm, norm)
         optimizer.step()
     return comparison.result(reference, full) if dist.get_rank() == 0 else {}
 
 
-def _megatron_optimizer(args: Arguments, update: UpdateSettings, ddp: Any) -> Any:
+def _megatron_optimizer(args: Arguments, update: UpdateSettings, ddp: Sequence[Any]) -> Any:
     config = OptimizerConfig(
         optimizer=update.optimizer,
         lr=update.lr,
@@ -311,7 +313,7 @@ def _megatron_optimizer(args: Arguments, update: UpdateSettings, ddp: Any) -> An
         params_dtype=args.params_dtype,
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
-    return get_megatron_optimizer(config, [ddp])
+    return get_megatron_optimizer(config, list(ddp))
 
 
 def _read(case: Case, args: Arguments) -> tuple[Trajectory, ...]:
@@ -329,9 +331,12 @@ class Comparison:
         trajectories: Sequence[Trajectory],
         plan: Plan,
         groups: Groups,
+        *,
+        has_head: bool,
     ) -> None:
         self.args = args
         self.groups = groups
+        self.has_head = has_head
         self.case = case
         self.trajectories = trajectories
         self.plan = plan
@@ -350,13 +355,13 @@ class Comparison:
         reference: SideFiles,
     ) -> None:
         loss = float(objective.terms.loss) if objective.terms is not None else 0.0
-        mine = (objective.trajectory_logprobs(), loss, computed_tokens, dist.get_rank())
+        mine = (objective.trajectory_logprobs(), loss, computed_tokens)
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (*mine, self.groups.data_rank))
+        dist.all_gather_object(everyone, (*mine, self.has_head, self.groups.data_rank))
         if dist.get_rank() != 0:
             return
         # Ranks that hold the same trajectories (tensor parallel) report the same values: take one of each.
-        distinct = {position: item for *item, position in reversed(everyone)}
+        distinct = {position: item for *item, scores, position in reversed(everyone) if scores}
         logprobs = {i: lp for item in distinct.values() for i, lp in item[0].items()}
         self.computed_tokens = sum(item[2] for item in distinct.values())
         if step == 0:

@@ -198,6 +198,12 @@ def reference_config(config: Any) -> Any:
     return replace(
         config,
         tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None,
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
         sequence_parallel=False,
         recompute_granularity=None,
         recompute_method=None,

@@ -57,8 +57,6 @@ class SegmentCoreAttention(MegatronModule):
         self.layer_number = layer_number
         scale = softmax_scale if softmax_scale is not None else config.softmax_scale
         self.softmax_scale = scale if scale is not None else 1.0 / math.sqrt(config.kv_channels)
-        if config.apply_query_key_layer_scaling:
-            self.softmax_scale /= layer_number
 
     def forward(
         self,

@@ -10,12 +10,16 @@ import numpy as np
 import torch
 
 from megatron.prefixflow.groups import Groups
-from megatron.prefixflow.stage import Observer, StageRunner, Workload
+from megatron.prefixflow.stage import StageRunner, Workload
+from prefixflow.plan.microbatch import Microbatch
 from prefixflow.plan.plan import Plan
 from prefixflow.runtime.attention.kernels import AttentionKernel
 from prefixflow.runtime.cache import KVCache
+from prefixflow.runtime.executor import Observer, execute
+from prefixflow.runtime.links import Links, Topology
 from prefixflow.runtime.loss import LossConfig
 from prefixflow.runtime.objective import Objective, logical_normalizer
+from prefixflow.schedule.ops import Op
 from prefixflow.schedule.table import OpTable, build_forward_table, build_table
 from prefixflow.trajectories.types import Trajectory
 
@@ -27,33 +31,47 @@ def rank_trajectories(plan: Plan, data_rank: int) -> tuple[int, ...]:
     return tuple(sorted(members))
 
 
-def training_table(plan: Plan, data_rank: int) -> OpTable:
-    return build_table([m.reads for m in plan.ranks[data_rank]])
-
-
 class StepRunner:
-    """Runs plans on a model. `model` is the bare `GPTModel`; gradients go to `main_grad` where DDP made one."""
+    """Runs plans on a model.
+
+    chunks: the bare `GPTModel`s of this rank, one per virtual pipeline stage; gradients go to `main_grad` where
+        DDP made one.
+    max_response_tokens: constant divisor of seq-mean-token-sum-norm; None takes the longest response of the step.
+    """
 
     def __init__(
         self,
-        model: Any,
+        chunks: Sequence[Any],
         groups: Groups,
         kernel: AttentionKernel,
         *,
         vocab_size: int,
         max_response_tokens: int | None = None,
     ) -> None:
-        self.model = model
+        self.chunks = tuple(chunks)
         self.groups = groups
         self.kernel = kernel
         self.vocab_size = vocab_size
         self.max_response_tokens = max_response_tokens
-        parameter = next(model.parameters())
+        parameter = next(self.chunks[0].parameters())
         self.device = parameter.device
+        self.parameter_dtype = parameter.dtype
         self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        self.cache = KVCache()
+        self.caches = tuple(KVCache() for _ in self.chunks)
         self.num_computed_tokens = 0
+        self.num_bytes_sent = 0
         self.observe: Observer | None = None
+
+    @property
+    def has_head(self) -> bool:
+        """True on the last pipeline rank, which scores: elsewhere an `Objective` stays empty."""
+        return bool(self.chunks[-1].post_process)
+
+    def table(self, plan: Plan, *, training: bool = True) -> OpTable:
+        """The operations of this rank's pipeline, one row per pipeline rank."""
+        build = build_table if training else build_forward_table
+        reads = [m.reads for m in plan.ranks[self.groups.data_rank]]
+        return build(reads, num_ranks=self.groups.pipeline.size(), num_chunks=len(self.chunks))
 
     def forward_backward(
         self,
@@ -67,8 +85,9 @@ class StepRunner:
         chosen = rank_trajectories(plan, self.groups.data_rank)
         normalizer = logical_normalizer(trajectories, chosen, self.device, self.max_response_tokens)
         objective = self._objective(trajectories, chosen, loss, normalizer, with_entropy)
-        self.model.train()
-        self._run(plan, trajectories, objective, training_table(plan, self.groups.data_rank))
+        for chunk in self.chunks:
+            chunk.train()
+        self._run(plan, trajectories, objective, training=True)
         return objective
 
     @torch.no_grad()
@@ -76,8 +95,7 @@ class StepRunner:
         """Log-probabilities of this rank's trajectories by the same plan, forward only, without graphs."""
         chosen = rank_trajectories(plan, self.groups.data_rank)
         objective = self._objective(trajectories, chosen, None, None, with_entropy)
-        table = build_forward_table([m.reads for m in plan.ranks[self.groups.data_rank]])
-        self._run(plan, trajectories, objective, table, training=False)
+        self._run(plan, trajectories, objective, training=False)
         return objective
 
     def _objective(
@@ -94,32 +112,39 @@ class StepRunner:
             vocab_size=self.vocab_size,
             dtype=self.dtype,
             device=self.device,
-            config=loss,
+            config=loss if self.has_head else None,
             normalizer=normalizer,
             with_entropy=with_entropy,
         )
 
-    def _run(
-        self,
-        plan: Plan,
-        trajectories: Sequence[Trajectory],
-        objective: Objective,
-        table: OpTable,
-        *,
-        training: bool = True,
-    ) -> None:
-        stage = StageRunner(
-            self.model,
-            Workload(plan.forest, plan.ranks[self.groups.data_rank], trajectories),
-            objective,
-            self.kernel,
-            self.cache,
-            training=training,
-            tp_group=self.groups.tensor,
+    def _run(self, plan: Plan, trajectories: Sequence[Trajectory], objective: Objective, *, training: bool) -> None:
+        microbatches = plan.ranks[self.groups.data_rank]
+        workload = Workload(plan.forest, microbatches, trajectories)
+        position, num_ranks = self.groups.pipeline_rank, self.groups.pipeline.size()
+        stages = {}
+        for number, (chunk, cache) in enumerate(zip(self.chunks, self.caches, strict=True)):
+            cache.begin_step()
+            stages[number * num_ranks + position] = StageRunner(
+                chunk, workload, objective, self.kernel, cache, training=training, tp_group=self.groups.tensor
+            )
+        row = self.table(plan, training=training).rows[position]
+        links = self._links(row, microbatches) if num_ranks > 1 else None
+        execute(row, stages, links, self.observe)
+        self.num_computed_tokens = stages[position].num_computed_tokens
+        self.num_bytes_sent = links.num_bytes_sent if links is not None else 0
+
+    def _links(self, row: Sequence[Op], microbatches: Sequence[Microbatch]) -> Links:
+        config = self.chunks[0].config
+        divisor = self.groups.tensor.size() if config.sequence_parallel else 1
+        ranks = self.groups.pipeline_ranks
+        return Links(
+            row,
+            Topology(ranks, self.groups.pipeline_rank, len(ranks) * len(self.chunks)),
+            self.groups.channels,
+            shape=lambda m: (microbatches[m].num_physical_tokens // divisor, 1, config.hidden_size),
+            dtype=self.parameter_dtype,
+            device=self.device,
         )
-        self.cache.begin_step()
-        stage.run(table.rows[0], self.observe)
-        self.num_computed_tokens = stage.num_computed_tokens
 
 
 def complete_logprobs(
@@ -139,10 +164,12 @@ def complete_logprobs(
         )
         if wanted and any(getattr(trajectories[i], name) is None for i in chosen)
     ]
-    # Tensor-parallel peers hold the same trajectories, so they agree; data-parallel ranks share no collective here.
+    # The ranks of one model hold the same trajectories, so they agree; data-parallel ranks share no collective here.
     if not names:
         return tuple(trajectories)
     scored = runner.score(plan, trajectories).trajectory_logprobs()
+    if not runner.has_head:
+        return tuple(trajectories)
     completed = list(trajectories)
     for i in chosen:
         for name in names:

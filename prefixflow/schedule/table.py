@@ -1,15 +1,21 @@
 """The table of operations: one row per pipeline rank, in execution order.
 
-Lead rule. `need_k` forwards must have run before the k-th backward can. The last stage runs N(k) forwards before its
-k-th backward, N non-decreasing and N(k) >= need_k; stage s of p runs min(n, N(k) + p - 1 - s). Any such N is free of
-deadlock: stage s has run exactly the forwards that s + 1 needs before it waits.
+With p ranks and v model chunks a rank, global stage g lives on rank g % p. A rank runs *virtual* operations, one per
+(chunk, microbatch). Their orders are Megatron's: forward in blocks of p microbatches, chunk by chunk; backward in blocks
+of p over the backward order, chunks reversed. With v = 1 the blocks change nothing.
+
+Lead rule. `need_k` virtual forwards must have run before the k-th virtual backward can. The last rank runs N(k) forwards
+before its k-th backward, N non-decreasing and N(k) >= need_k; rank r runs min(n, N(k) + extra), where extra is
+p - 1 - r, or twice that for v > 1. Any such N is free of deadlock: a rank has run exactly the forwards that the next one
+needs before it waits.
 
 * lazy:     N(k) = need_k. At p = 1, where a lead buys nothing.
-* constant: N(k) = k - 1 + W, W = max_k(need_k - k + 1). For a flat list (W = 1) this is Megatron's 1F1B.
+* constant: N(k) = k - 1 + W, W = max_k(need_k - k + 1). For a flat list this is Megatron's 1F1B, and for v > 1 its
+  interleaved order.
 * windowed: N(k) = k - 1 + max over the next `window` backwards of (need_j - j + 1).
 
 Invariants (`validate`)
-1. Every microbatch of the list has one F, and (when training) one B, on every stage, and every stage is on one rank.
+1. Every microbatch of the list has one F, and (when training) one B, on every stage; a stage stands on one rank.
 2. F(m) follows F of what m reads; B(m) follows its own F and B of everything that reads m.
 """
 
@@ -50,48 +56,92 @@ class OpTable:
 def build_table(
     reads: Sequence[Sequence[int]],
     *,
-    num_stages: int = 1,
+    num_ranks: int = 1,
+    num_chunks: int = 1,
     policy: LeadPolicy | None = None,
     window: int | None = None,
 ) -> OpTable:
-    """Training table; default policy: lazy for one stage, else windowed over the next 3p backwards."""
-    order = backward_order(reads)
-    need = forwards_needed(order)
-    policy = policy or (LeadPolicy.LAZY if num_stages == 1 else LeadPolicy.WINDOWED)
-    num_forwards = _forwards_before(need, policy, window or 3 * num_stages)
-    rows = tuple(_row(stage, order, [n + num_stages - 1 - stage for n in num_forwards]) for stage in range(num_stages))
+    """Training table of `num_ranks` pipeline ranks with `num_chunks` model chunks each.
+
+    Default policy: lazy for one rank, else windowed over the next 3p backwards. Raises ValueError when several chunks
+    are asked for and the number of microbatches is not a multiple of `num_ranks`.
+    """
+    orders = _virtual_orders(reads, num_ranks, num_chunks)
+    policy = policy or (LeadPolicy.LAZY if num_ranks == 1 else LeadPolicy.WINDOWED)
+    window = window or 3 * num_ranks * num_chunks
+    # The first rank waits for the last one between chunks, so with several of them the lead must not shrink.
+    slope = 0 if num_chunks == 1 else 1
+    num_forwards = _forwards_before(orders.need, policy, window, slope)
+    step = 1 if num_chunks == 1 else 2
+    rows = tuple(
+        _row(rank, num_ranks, orders, [n + step * (num_ranks - 1 - rank) for n in num_forwards])
+        for rank in range(num_ranks)
+    )
     return OpTable(rows, tuple(tuple(r) for r in reads))
 
 
-def build_forward_table(reads: Sequence[Sequence[int]], *, num_stages: int = 1) -> OpTable:
-    """Forward-only table (old-policy and reference passes): forward order on every stage."""
-    rows = tuple(tuple(forward(m, stage) for m in range(len(reads))) for stage in range(num_stages))
+def build_forward_table(reads: Sequence[Sequence[int]], *, num_ranks: int = 1, num_chunks: int = 1) -> OpTable:
+    """Forward-only table (old-policy and reference passes): the virtual forward order on every rank."""
+    orders = _virtual_orders(reads, num_ranks, num_chunks)
+    rows = tuple(
+        tuple(forward(m, chunk * num_ranks + rank) for chunk, m in orders.forward) for rank in range(num_ranks)
+    )
     return OpTable(rows, tuple(tuple(r) for r in reads))
 
 
-def _forwards_before(need: Sequence[int], policy: LeadPolicy, window: int) -> list[int]:
-    """N(k) on the last stage for each backward k (from 0)."""
+@dataclass(frozen=True, slots=True)
+class _VirtualOrders:
+    """(chunk, microbatch) of a rank's forwards and backwards in order, and `need` of each backward."""
+
+    forward: tuple[tuple[int, int], ...]
+    backward: tuple[tuple[int, int], ...]
+
+    @property
+    def need(self) -> tuple[int, ...]:
+        place = {virtual: index for index, virtual in enumerate(self.forward)}
+        return forwards_needed([place[virtual] for virtual in self.backward])
+
+
+def _virtual_orders(reads: Sequence[Sequence[int]], num_ranks: int, num_chunks: int) -> _VirtualOrders:
+    if num_chunks > 1 and len(reads) % num_ranks:
+        raise ValueError(
+            f"Interleaved stages run microbatches in blocks of {num_ranks}, got {len(reads)} of them; pad the plan with "
+            "dummy microbatches to a multiple."
+        )
+    chunks = range(num_chunks)
+    return _VirtualOrders(
+        _in_blocks(range(len(reads)), num_ranks, chunks),
+        _in_blocks(backward_order(reads), num_ranks, chunks[::-1]),
+    )
+
+
+def _in_blocks(order: Sequence[int], size: int, chunks: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    blocks = [order[start : start + size] for start in range(0, len(order), size)]
+    return tuple((chunk, m) for block in blocks for chunk in chunks for m in block)
+
+
+def _forwards_before(need: Sequence[int], policy: LeadPolicy, window: int, slope: int) -> list[int]:
+    """N(k) on the last rank for each backward k (from 0), growing by at least `slope`."""
     if policy is LeadPolicy.LAZY:
         return list(need)
-    if policy is LeadPolicy.CONSTANT:
-        window = len(need)
     excess = [n - k for k, n in enumerate(need)]
+    largest = max(excess, default=0)
     counts: list[int] = []
     for k in range(len(need)):
-        start = 0 if policy is LeadPolicy.CONSTANT else k
-        wanted = k + max(excess[start : start + max(window, 1)])
-        counts.append(max(wanted, counts[-1] if counts else 0))
+        ahead = largest if policy is LeadPolicy.CONSTANT else max(excess[k : k + window])
+        counts.append(max(k + ahead, counts[-1] + slope if counts else 0))
     return counts
 
 
-def _row(stage: int, order: Sequence[int], num_forwards: Sequence[int]) -> tuple[Op, ...]:
+def _row(rank: int, num_ranks: int, orders: _VirtualOrders, num_forwards: Sequence[int]) -> tuple[Op, ...]:
     row: list[Op] = []
     next_forward = 0
-    for m, count in zip(order, num_forwards, strict=True):
-        while next_forward < min(count, len(order)):
-            row.append(forward(next_forward, stage))
+    for (chunk, m), count in zip(orders.backward, num_forwards, strict=True):
+        while next_forward < min(count, len(orders.forward)):
+            forward_chunk, forward_m = orders.forward[next_forward]
+            row.append(forward(forward_m, forward_chunk * num_ranks + rank))
             next_forward += 1
-        row.append(backward(m, stage))
+        row.append(backward(m, chunk * num_ranks + rank))
     return tuple(row)
 
 

@@ -1,0 +1,80 @@
+"""Run one rank's row of the table: receive, compute, send, operation by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from prefixflow.runtime.links import Links
+from prefixflow.schedule.ops import Kind, Op
+
+Observer = Callable[[Op], AbstractContextManager[Any]]
+"""Entered around each operation: timers, traces and memory measurements."""
+
+SHOWN_BEFORE, SHOWN_AFTER = 6, 4
+
+
+class Stage(Protocol):
+    """One model chunk: computes F and B of a microbatch."""
+
+    def forward(self, m: int, received: Tensor | None, *, keep_logits: bool) -> Tensor:
+        """Output [T, 1, h] of the chunk; `received` is the output of the chunk before, None on the first stage."""
+        ...
+
+    def backward(self, m: int, received: Tensor | None) -> Tensor | None:
+        """Gradient of what F received (None on the first stage); `received` is the gradient of the chunk's output,
+        None on the last stage, which has the loss."""
+        ...
+
+    def finish(self) -> None:
+        """All operations have run: nothing may be left."""
+        ...
+
+
+def execute(
+    row: Sequence[Op],
+    stages: Mapping[int, Stage],
+    links: Links | None = None,
+    observe: Observer | None = None,
+) -> None:
+    """Run `row` in order. `links` may be None where one stage is the whole model.
+
+    An error carries a note that names the operation and shows its surroundings in the row.
+    """
+    observe = observe or _unobserved
+    for place, op in enumerate(row):
+        follows_at_once = place + 1 < len(row) and row[place + 1] == Op(op.stage, Kind.BACKWARD, op.microbatch)
+        try:
+            with observe(op):
+                _run(op, stages[op.stage], links, keep_logits=follows_at_once)
+        except Exception as error:
+            error.add_note(f"PrefixFlow: in operation {op} (number {place} of {len(row)}).\n{_surroundings(row, place)}")
+            raise
+    if links is not None:
+        links.finish()
+    for stage in stages.values():
+        stage.finish()
+
+
+def _run(op: Op, stage: Stage, links: Links | None, *, keep_logits: bool) -> None:
+    received = links.receive(op) if links is not None and links.topology.needs_input(op) else None
+    if op.kind is Kind.FORWARD:
+        result: Tensor | None = stage.forward(op.microbatch, received, keep_logits=keep_logits)
+    else:
+        result = stage.backward(op.microbatch, received)
+    if links is not None and links.topology.target(op) is not None:
+        assert result is not None
+        links.send(op, result)
+
+
+def _surroundings(row: Sequence[Op], place: int) -> str:
+    before = " ".join(map(str, row[max(0, place - SHOWN_BEFORE) : place]))
+    after = " ".join(map(str, row[place + 1 : place + 1 + SHOWN_AFTER]))
+    return f"{before} >{row[place]}< {after}".strip()
+
+
+def _unobserved(op: Op) -> AbstractContextManager[None]:
+    return nullcontext()
