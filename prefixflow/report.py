@@ -73,7 +73,7 @@ def report_plan(plan: Plan, num_trajectories: int, memory: MemoryModel) -> PlanR
         trajectories=num_trajectories,
         groups=forest.num_trees,
         microbatches=plan.num_microbatches,
-        dummy_microbatches=0,
+        dummy_microbatches=plan.num_dummy_microbatches,
         lead=max(leads),
         predicted_speedup=plan.predicted_speedup,
         bound=plan.bound,

@@ -54,6 +54,7 @@ def plan_config(args: Arguments, parallel: ParallelLayout | None = None) -> Plan
         max_tokens_per_microbatch=args.max_tokens_per_microbatch,
         data_parallel_size=parallel.dp,
         token_multiple=parallel.token_multiple if pads else 1,
+        microbatch_multiple=parallel.pp if parallel.vpp > 1 else 1,
         prefix_reuse=PrefixReuse(args.prefix_reuse),
         cost=CostModel(
             linear=shape.body_flops_per_token,

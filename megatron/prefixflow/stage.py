@@ -221,7 +221,8 @@ class LanguageModelHead:
         size, rank = (self.tp_group.size(), self.tp_group.rank()) if self.sequence_parallel else (1, 0)
         num_local = hidden.shape[0]
         full = grad_rows.new_zeros(num_local * size, grad_rows.shape[1])
-        full.index_copy_(0, scored.row_index, grad_rows)
+        # A position scored at several temperatures has several rows.
+        full.index_add_(0, scored.row_index, grad_rows)
         return full[rank * num_local : (rank + 1) * num_local].unsqueeze(1)
 
     def _weight(self) -> torch.nn.Parameter:

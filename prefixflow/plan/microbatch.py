@@ -48,6 +48,11 @@ class Microbatch:
         """Tokens of segments, without padding."""
         return self.spans[-1].stop if self.spans else 0
 
+    @property
+    def is_dummy(self) -> bool:
+        """True for a microbatch of padding only, which fills the schedule."""
+        return not self.segments
+
     def span_of(self, segment: int) -> Range:
         return self.spans[self.segments.index(segment)]
 
@@ -94,6 +99,26 @@ def pack_microbatches(
         whole_trees.extend(bins.rootless_units)
     top.extend(_pack_units(whole_trees, budget, tree=-1, parent=None))
     return _finish(forest, top, multiple)
+
+
+def with_dummies(microbatches: Sequence[Microbatch], count_multiple: int, *, num_tokens: int) -> tuple[Microbatch, ...]:
+    """`microbatches` and as many dummies of `num_tokens` padding at the end as make a multiple of `count_multiple`."""
+    padding = Range(0, num_tokens)
+    dummies = tuple(
+        Microbatch(
+            id=index,
+            segments=(),
+            spans=(),
+            num_physical_tokens=num_tokens,
+            parent=None,
+            reads=(),
+            writes=(),
+            local=(LocalSlice(padding, padding, causal=True),),
+            cached=(),
+        )
+        for index in range(len(microbatches), -(-len(microbatches) // count_multiple) * count_multiple)
+    )
+    return (*microbatches, *dummies)
 
 
 class _Tree:

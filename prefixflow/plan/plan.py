@@ -25,7 +25,7 @@ from prefixflow.plan import microbatch as packing
 from prefixflow.plan.batch import MicrobatchArrays, microbatch_arrays, segment_row_counts
 from prefixflow.plan.chunk import chunk_segments
 from prefixflow.plan.cost import CostModel
-from prefixflow.plan.microbatch import Microbatch, pack_microbatches
+from prefixflow.plan.microbatch import Microbatch, pack_microbatches, with_dummies
 from prefixflow.plan.placement import place_trees
 from prefixflow.trajectories.types import Trajectory, check_trajectories
 
@@ -48,17 +48,19 @@ class PlanConfig:
     """What a plan depends on besides the trajectories.
 
     max_tokens_per_microbatch counts physical tokens, padding included; token_multiple is what a microbatch is padded
-    to (tensor-parallel size under sequence parallelism).
+    to (tensor-parallel size under sequence parallelism). The number of a rank's microbatches is filled with dummies to a
+    multiple of microbatch_multiple (the pipeline's size, for interleaved stages).
     """
 
     max_tokens_per_microbatch: int = DEFAULT_MAX_TOKENS
     data_parallel_size: int = 1
     token_multiple: int = 1
+    microbatch_multiple: int = 1
     prefix_reuse: PrefixReuse = PrefixReuse.ON
     cost: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:
-        for name in ("data_parallel_size", "token_multiple"):
+        for name in ("data_parallel_size", "token_multiple", "microbatch_multiple"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Plan: {name} is {getattr(self, name)}, expected at least 1.")
         if self.max_tokens_per_microbatch < self.token_multiple:
@@ -101,7 +103,12 @@ class Plan:
 
     @property
     def num_microbatches(self) -> int:
-        return sum(len(rank) for rank in self.ranks)
+        """Microbatches that hold a segment, over all ranks."""
+        return sum(not m.is_dummy for rank in self.ranks for m in rank)
+
+    @property
+    def num_dummy_microbatches(self) -> int:
+        return sum(m.is_dummy for rank in self.ranks for m in rank)
 
     def assert_invariants(self, trajectories: Sequence[Trajectory]) -> None:
         self.forest.assert_invariants()
@@ -176,7 +183,12 @@ def build_plan(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: 
     loads = _tree_loads(forest, trajectories, config.cost)
     trees = place_trees(loads, config.data_parallel_size)
     ranks = tuple(
-        pack_microbatches(forest, t, max_tokens=config.usable_tokens, multiple=config.token_multiple) for t in trees
+        with_dummies(
+            pack_microbatches(forest, t, max_tokens=config.usable_tokens, multiple=config.token_multiple),
+            config.microbatch_multiple,
+            num_tokens=config.token_multiple,
+        )
+        for t in trees
     )
     dense_placement = place_trees(dense_loads, config.data_parallel_size)
     return Plan(
