@@ -11,11 +11,11 @@ from typing import Any
 
 from prefixflow.forest.forest import Segment
 from prefixflow.plan.batch import segment_row_counts
-from prefixflow.plan.cost import CostModel
 from prefixflow.plan.plan import Plan
 from prefixflow.schedule.memory import Phase
 from prefixflow.schedule.ops import Kind, Op
-from prefixflow.schedule.simulate import Timeline, simulate
+from prefixflow.schedule.predict import StageCosts
+from prefixflow.schedule.simulate import Timeline
 from prefixflow.schedule.table import OpTable
 from prefixflow.trajectories.types import Trajectory
 
@@ -31,16 +31,6 @@ LEGEND = {
     (Phase.SUFFIX, Kind.BACKWARD): "B: suffix backward, adds gK/gV",
     (Phase.PREFIX_BACKWARD, Kind.BACKWARD): "C: delayed prefix backward",
 }
-
-
-def operation_flops(plan: Plan, data_rank: int, rows: list[int], op: Op, cost: CostModel) -> float:
-    """Predicted FLOPs of an operation of a one-stage table; `rows[i]` head rows of segment i."""
-    segments = plan.ranks[data_rank][op.microbatch].segments
-    spans = [(plan.forest.segments[s].span, rows[s]) for s in segments]
-    forward = sum(cost.forward_flops(span, n) for span, n in spans)
-    if op.kind is Kind.FORWARD:
-        return forward
-    return sum(cost.training_flops(span, n) for span, n in spans) - forward
 
 
 def draw_plan(
@@ -59,8 +49,9 @@ def draw_plan(
     import matplotlib.pyplot as plt
 
     rows = segment_row_counts(plan.forest, trajectories)
-    cost = plan.config.cost
-    timeline = simulate(table, lambda op: operation_flops(plan, data_rank, rows, op, cost))
+    num_stages = 1 + max((op.stage for row in table.rows for op in row), default=0)
+    costs = StageCosts.of(plan.forest, plan.ranks[data_rank], rows, plan.config.cost, num_stages)
+    timeline = costs.timeline(table)
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(11, 5.2), gridspec_kw={"height_ratios": [3, 1 + len(table.rows)]}
     )
@@ -132,7 +123,7 @@ def _draw_timeline(axes: Any, plan: Plan, data_rank: int, timeline: Timeline) ->
     axes.set_xticks([])
     axes.set_xlabel("predicted time")
     handles = [Patch(color=COLOURS[key], label=text) for key, text in LEGEND.items()]
-    axes.legend(handles=handles, ncol=4, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.45))
+    axes.legend(handles=handles, ncol=4, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25))
 
 
 def phase_of(plan: Plan, data_rank: int, op: Op) -> Phase:
