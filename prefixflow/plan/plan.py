@@ -1,7 +1,7 @@
 """The plan of one step: forest, placement over data-parallel ranks, microbatches, and what reuse is worth.
 
-Steps: (1) the forest of the batch (reuse off: every trajectory by itself); (2) `auto` keeps a group dense where sharing
-saves less than it costs; (3) segments longer than the token budget are cut, where reuse is on; (4) trees to ranks,
+Steps: (1) the forest of the batch (reuse off: every trajectory by itself); (2) `auto` folds shared segments
+that save less than they cost; (3) segments longer than the token budget are cut, where reuse is on; (4) trees to ranks,
 largest first; (5) microbatches per rank. Pure and deterministic: every rank builds the same plan, and `digest` tells.
 
 Invariants (`Plan.assert_invariants`)
@@ -25,18 +25,15 @@ from prefixflow.plan import microbatch as packing
 from prefixflow.plan.batch import MicrobatchArrays, microbatch_arrays, segment_row_counts
 from prefixflow.plan.chunk import chunk_segments
 from prefixflow.plan.cost import CostModel
+from prefixflow.plan.fold import fold_small_segments
 from prefixflow.plan.microbatch import Microbatch, pack_microbatches, with_dummies
 from prefixflow.plan.placement import place_trees
 from prefixflow.trajectories.types import Trajectory, check_trajectories
 
 DEFAULT_MAX_TOKENS = 4096
 
-# What `auto` charges for a shared segment: tokens whose work equals reading and merging one more slice.
-SHARED_SEGMENT_OVERHEAD_TOKENS = 16
-
-
 class PrefixReuse(enum.Enum):
-    """`AUTO`: per group, where it saves work; `ON`: always; `OFF`: every trajectory whole."""
+    """`AUTO`: where it saves more than it costs, per segment; `ON`: all there is; `OFF`: every trajectory whole."""
 
     AUTO = "auto"
     ON = "on"
@@ -160,25 +157,43 @@ class _Scores:
             assert (counts == expected).all(), f"trajectory {i}: a token is not scored once"
 
 
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What is shared, before segments are cut and packed: the part of planning that does not see the token budget."""
+
+    forest: Forest
+    dense_loads: tuple[float, ...]
+    num_fallback_groups: int
+
+
 def build_plan(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: Collection[int] = ()) -> Plan:
     """Plan one step. `omit`: trajectories that stay outside the backward problem (zero weight).
 
     Raises ValueError for a batch that is empty or repeats an id, and when reuse is off and a trajectory is longer
     than the token budget.
     """
+    return pack_plan(trajectories, config, share_prefixes(trajectories, config, omit=omit))
+
+
+def share_prefixes(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: Collection[int] = ()) -> Sharing:
+    """The forest of `trajectories` under the configuration's `prefix_reuse`; errors as `build_plan`."""
     check_trajectories(trajectories)
     dense = build_forest(trajectories, dense_trees=None, omit=omit)
-    dense_loads = _tree_loads(dense, trajectories, config.cost)
-    fallback: set[int] = set()
+    dense_loads = tuple(_tree_loads(dense, trajectories, config.cost))
     if config.prefix_reuse is PrefixReuse.OFF:
         _refuse_long(dense, trajectories, config)
-        forest = dense
-    else:
-        forest = build_forest(trajectories, omit=omit)
-        if config.prefix_reuse is PrefixReuse.AUTO:
-            fallback = _trees_without_gain(forest)
-            if fallback:
-                forest = build_forest(trajectories, dense_trees=fallback, omit=omit)
+        return Sharing(dense, dense_loads, 0)
+    forest = build_forest(trajectories, omit=omit)
+    if config.prefix_reuse is PrefixReuse.ON:
+        return Sharing(forest, dense_loads, 0)
+    folded = fold_small_segments(forest)
+    return Sharing(folded, dense_loads, len(_sharing_trees(forest) - _sharing_trees(folded)))
+
+
+def pack_plan(trajectories: Sequence[Trajectory], config: PlanConfig, sharing: Sharing) -> Plan:
+    """Place the trees on ranks, cut long segments and pack microbatches under the configuration's budget."""
+    forest = sharing.forest
+    if config.prefix_reuse is not PrefixReuse.OFF:
         forest = chunk_segments(forest, config.usable_tokens, config.cost)
     loads = _tree_loads(forest, trajectories, config.cost)
     trees = place_trees(loads, config.data_parallel_size)
@@ -190,18 +205,22 @@ def build_plan(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: 
         )
         for t in trees
     )
-    dense_placement = place_trees(dense_loads, config.data_parallel_size)
+    dense_placement = place_trees(sharing.dense_loads, config.data_parallel_size)
     return Plan(
         config=config,
         forest=forest,
         trees=trees,
         ranks=ranks,
         rank_loads=tuple(sum(loads[t] for t in rank) for rank in trees),
-        baseline_flops=sum(dense_loads),
-        baseline_rank_flops=max(sum(dense_loads[t] for t in rank) for rank in dense_placement),
-        num_fallback_groups=len(fallback),
+        baseline_flops=sum(sharing.dense_loads),
+        baseline_rank_flops=max(sum(sharing.dense_loads[t] for t in rank) for rank in dense_placement),
+        num_fallback_groups=sharing.num_fallback_groups,
         digest=_digest(config, forest, ranks, trajectories),
     )
+
+
+def _sharing_trees(forest: Forest) -> set[int]:
+    return {segment.tree for segment in forest.segments if segment.is_shared}
 
 
 def _tree_loads(forest: Forest, trajectories: Sequence[Trajectory], cost: CostModel) -> list[float]:
@@ -210,21 +229,6 @@ def _tree_loads(forest: Forest, trajectories: Sequence[Trajectory], cost: CostMo
     for segment, num_rows in zip(forest.segments, rows, strict=True):
         loads[segment.tree] += cost.training_flops(segment.span, num_rows)
     return loads
-
-
-def _trees_without_gain(forest: Forest) -> set[int]:
-    """Trees that share something, but less than what sharing costs."""
-    saved = [0] * forest.num_trees
-    shared = [0] * forest.num_trees
-    for segment in forest.segments:
-        if segment.is_shared:
-            saved[segment.tree] += len(segment) * (len(segment.members) - 1)
-            shared[segment.tree] += 1
-    return {
-        tree
-        for tree in range(forest.num_trees)
-        if shared[tree] and saved[tree] <= shared[tree] * SHARED_SEGMENT_OVERHEAD_TOKENS
-    }
 
 
 def _refuse_long(dense: Forest, trajectories: Sequence[Trajectory], config: PlanConfig) -> None:
