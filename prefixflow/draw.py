@@ -6,6 +6,7 @@ backward. Widths are predicted work.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.plan import Plan
 from prefixflow.schedule.memory import Phase
 from prefixflow.schedule.ops import Kind, Op
-from prefixflow.schedule.predict import StageCosts
+from prefixflow.schedule.search import predicted_timeline
 from prefixflow.schedule.simulate import Timeline
-from prefixflow.schedule.table import OpTable
 from prefixflow.trajectories.types import Trajectory
 
 COLOURS = {
@@ -35,8 +35,7 @@ LEGEND = {
 
 def draw_plan(
     plan: Plan,
-    table: OpTable,
-    trajectories: tuple[Trajectory, ...],
+    trajectories: Sequence[Trajectory],
     path: str | Path,
     *,
     data_rank: int = 0,
@@ -49,11 +48,9 @@ def draw_plan(
     import matplotlib.pyplot as plt
 
     rows = segment_row_counts(plan.forest, trajectories)
-    num_stages = 1 + max((op.stage for row in table.rows for op in row), default=0)
-    costs = StageCosts.of(plan.forest, plan.ranks[data_rank], rows, plan.config.cost, num_stages)
-    timeline = costs.timeline(table)
+    timeline = predicted_timeline(plan, data_rank, rows)
     figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(11, 5.2), gridspec_kw={"height_ratios": [3, 1 + len(table.rows)]}
+        2, 1, figsize=(11, 5.2), gridspec_kw={"height_ratios": [3, 1 + len(timeline.spans)]}
     )
     _draw_forest(top, plan, data_rank)
     _draw_timeline(bottom, plan, data_rank, timeline)
@@ -82,9 +79,7 @@ def _draw_forest(axes: Any, plan: Plan, data_rank: int) -> None:
             linewidth=1.2,
         )
         label = f"x{len(segment.members)}  m{home[segment.id].id}" if segment.is_shared else f"m{home[segment.id].id}"
-        axes.text(
-            segment.span.start + len(segment) / 2, -lane, label, ha="center", va="center", fontsize=7
-        )
+        axes.text(segment.span.start + len(segment) / 2, -lane, label, ha="center", va="center", fontsize=7)
     axes.set_xlabel("position (token)")
     axes.set_yticks([])
     axes.set_title("forest: each shared prefix stands once (xN trajectories, mK microbatch)", fontsize=9)

@@ -5,25 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.cost import CostModel
 from prefixflow.plan.layout import ParallelLayout
-from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, Plan, PlanConfig, PrefixReuse, build_plan
+from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, Plan, PlanConfig, PrefixReuse
 from prefixflow.plan.shapes import ModelShape
 from prefixflow.schedule.memory import MemoryModel, Phase, peak_bytes
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
-from prefixflow.schedule.table import build_table
-from prefixflow.trajectories import read_trajectories
+from prefixflow.schedule.search import max_makespan, plan_pipeline, predicted_timeline, rank_table
+from prefixflow.trajectories import Trajectory, read_trajectories
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 NOT_BUILT_YET = {
-    "pp": "pipeline parallelism",
-    "vpp": "pipeline parallelism",
     "cp": "context parallelism",
     "ep": "mixture of experts",
     "etp": "mixture of experts",
@@ -58,11 +58,14 @@ class PlanReport:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-def report_plan(plan: Plan, num_trajectories: int, memory: MemoryModel) -> PlanReport:
-    """Figures of `plan`; leads and peaks are the largest over data-parallel ranks."""
-    tables = [build_table([m.reads for m in rank]) for rank in plan.ranks]
+def report_plan(plan: Plan, trajectories: Sequence[Trajectory], memory: MemoryModel) -> PlanReport:
+    """Figures of `plan`; leads, makespans and peaks are the largest over data-parallel ranks."""
+    tables = [rank_table(plan, rank) for rank in range(len(plan.ranks))]
     leads = [lead(forwards_needed(backward_order(table.reads))) for table in tables]
-    peaks = [peak_bytes(plan, rank, table.rows[0], memory) for rank, table in enumerate(tables)]
+    peaks = [peak_bytes(plan, rank, row, memory) for rank, table in enumerate(tables) for row in table.rows]
+    rows = segment_row_counts(plan.forest, trajectories)
+    timelines = [predicted_timeline(plan, rank, rows) for rank in range(len(tables))]
+    slowest = max(timelines, key=lambda timeline: timeline.makespan)
     forest = plan.forest
     return PlanReport(
         logical_tokens=forest.logical_tokens,
@@ -70,18 +73,29 @@ def report_plan(plan: Plan, num_trajectories: int, memory: MemoryModel) -> PlanR
         reuse_ratio=forest.reuse_ratio,
         depth=forest.depth,
         shared_segments=forest.num_shared_segments,
-        trajectories=num_trajectories,
+        trajectories=len(trajectories),
         groups=forest.num_trees,
         microbatches=plan.num_microbatches,
         dummy_microbatches=plan.num_dummy_microbatches,
         lead=max(leads),
-        predicted_speedup=plan.predicted_speedup,
+        predicted_speedup=_dense_makespan(plan, trajectories) / slowest.makespan if slowest.makespan else 1.0,
         bound=plan.bound,
-        pipeline_efficiency=1.0,
+        pipeline_efficiency=slowest.efficiency,
         rank_loads=plan.rank_loads,
         peak_bytes={phase.value: max(p[phase] for p in peaks) for phase in Phase},
         digest=plan.digest,
     )
+
+
+def _dense_makespan(plan: Plan, trajectories: Sequence[Trajectory]) -> float:
+    """Predicted time of the same batch without reuse, in a budget that holds its longest trajectory."""
+    longest = max((len(t) for t in trajectories), default=1)
+    config = replace(
+        plan.config,
+        prefix_reuse=PrefixReuse.OFF,
+        max_tokens_per_microbatch=max(plan.config.max_tokens_per_microbatch, longest + plan.config.token_multiple),
+    )
+    return max_makespan(plan_pipeline(trajectories, config, omit=plan.forest.omitted), trajectories)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,22 +155,25 @@ def _refuse_unbuilt(options: argparse.Namespace) -> None:
 
 def _report(options: argparse.Namespace) -> PlanReport:
     shape = ModelShape.load(options.model)
-    layout = ParallelLayout(tp=options.tp, dp=options.dp)
+    layout = ParallelLayout(tp=options.tp, pp=options.pp, vpp=options.vpp, dp=options.dp)
     trajectories = read_trajectories(options.file, vocab_size=shape.vocab_size, max_positions=shape.max_positions)
     config = PlanConfig(
         max_tokens_per_microbatch=options.max_tokens,
         data_parallel_size=layout.dp,
         token_multiple=layout.token_multiple if options.sequence_parallel else 1,
         prefix_reuse=PrefixReuse(options.prefix_reuse),
+        pipeline_size=layout.pp,
+        num_chunks=layout.vpp,
         cost=CostModel.of_shape(shape),
     )
     memory = MemoryModel(
         shape,
         element_bytes=ELEMENT_BYTES[options.dtype],
         tensor_parallel=layout.tp,
+        pipeline_parallel=layout.pp,
         full_recompute=options.recompute == "full",
     )
-    return report_plan(build_plan(trajectories, config), len(trajectories), memory)
+    return report_plan(plan_pipeline(trajectories, config), trajectories, memory)
 
 
 def _table(report: PlanReport, options: argparse.Namespace) -> Table:
@@ -170,6 +187,7 @@ def _table(report: PlanReport, options: argparse.Namespace) -> Table:
         "shared segments": f"{report.shared_segments}, trees {report.depth} deep",
         "microbatches": f"{report.microbatches} of at most {options.max_tokens} tokens, lead {report.lead}",
         "speedup": f"{report.predicted_speedup:.2f} predicted, bound {report.bound:.2f}",
+        "pipeline": f"{report.pipeline_efficiency:.2f} of the ranks' time busy",
         "balance": f"most loaded rank {max(loads) / mean:.2f} of the mean over {len(loads)}",
         "peak memory": ", ".join(f"{phase} {size / 2**30:.2f} GiB" for phase, size in report.peak_bytes.items()),
         "digest": report.digest,

@@ -1,6 +1,6 @@
 """Draw the forest and the schedule of a trajectory file, or of a built-in example: the picture in the README.
 
-python tools/draw_schedule.py OUT.png [FILE] [--model small] [--max-tokens N]
+python tools/draw_schedule.py OUT.png [FILE] [--model small] [--max-tokens N] [--pp N] [--vpp N]
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import argparse
 
 from prefixflow.draw import draw_plan
 from prefixflow.plan.cost import CostModel
-from prefixflow.plan.plan import PlanConfig, build_plan
+from prefixflow.plan.plan import PlanConfig
 from prefixflow.plan.shapes import ModelShape
-from prefixflow.schedule.table import build_table
+from prefixflow.schedule.search import plan_pipeline
 from prefixflow.testing.generate import Style, two_level_groups
 from prefixflow.trajectories import read_trajectories
 
@@ -22,6 +22,8 @@ def main() -> None:
     parser.add_argument("file", nargs="?")
     parser.add_argument("--model", default="small")
     parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--vpp", type=int, default=1)
     options = parser.parse_args()
     shape = ModelShape.load(options.model)
     if options.file:
@@ -31,10 +33,13 @@ def main() -> None:
         style = Style(vocab_size=shape.vocab_size)
         trajectories = two_level_groups(2, 6, prefix_tokens=480, suffix_tokens=(90, 160), seed=3, style=style)
         title = "Two prompts, six answers each: every prompt is computed once"
-    config = PlanConfig(max_tokens_per_microbatch=options.max_tokens, cost=CostModel.of_shape(shape))
-    plan = build_plan(trajectories, config)
-    table = build_table([m.reads for m in plan.ranks[0]])
-    draw_plan(plan, table, trajectories, options.out, title=title)
+    config = PlanConfig(
+        max_tokens_per_microbatch=options.max_tokens,
+        pipeline_size=options.pp,
+        num_chunks=options.vpp,
+        cost=CostModel.of_shape(shape),
+    )
+    draw_plan(plan_pipeline(trajectories, config), trajectories, options.out, title=title)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ from prefixflow.runtime.attention.kernels import select_kernel
 from prefixflow.runtime.memory import LiveBytes
 from prefixflow.runtime.world import World
 from prefixflow.schedule.ops import Op
+from prefixflow.schedule.search import max_bottleneck
 from prefixflow.trajectories.reader import read_trajectories
 from prefixflow.trajectories.types import Trajectory
 
@@ -110,12 +111,13 @@ class Bench:
         self.layout = parallel_layout(self.args)
         torch.set_num_threads(job.num_threads)
         self.groups: Groups = start_session(self.layout, self.args.seed)
-        self.model = build_model(transformer_config(self.args), **gpt_model_kwargs(self.args))
-        self.ddp = wrap_data_parallel(self.model, ddp_config(self.args))
-        self.ddp.broadcast_params()
-        self.device = next(self.model.parameters()).device
+        chunks = build_model(transformer_config(self.args), self.groups, **gpt_model_kwargs(self.args))
+        self.ddp = wrap_data_parallel(chunks, ddp_config(self.args))
+        for chunk in self.ddp:
+            chunk.broadcast_params()
+        self.device = next(chunks[0].parameters()).device
         self.runner = StepRunner(
-            self.model,
+            chunks,
             self.groups,
             select_kernel(self.args.attention_kernel, self.device),
             vocab_size=self.args.vocab_size,
@@ -128,9 +130,10 @@ class Bench:
         return plan_step(trajectories, config, self.loss)
 
     def step(self, plan: Plan, trajectories: Sequence[Trajectory]) -> None:
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
         self.runner.forward_backward(plan, trajectories, self.loss)
-        reduce_gradients([self.ddp])
+        reduce_gradients(self.ddp)
 
     def measure(self, trajectories: Sequence[Trajectory], repeat: int) -> dict[str, Any]:
         """The interface's JSON object for these trajectories (without the cell's own fields)."""
@@ -146,6 +149,7 @@ class Bench:
             "speedup": speedup,
             "bound": reuse.bound,
             "fraction_of_bound": speedup / reuse.bound,
+            **_bottleneck(dense, reuse, trajectories, speedup),
             **self._memory(dense, reuse, trajectories),
             "n_body": shape.num_body_parameters,
             "n_head": shape.num_head_parameters,
@@ -160,7 +164,10 @@ class Bench:
         """Peak bytes above weights, gradients and optimizer, largest over ranks."""
         peak_dense, _ = self._peaks(dense, trajectories)
         peak_reuse, peak_phase_b = self._peaks(reuse, trajectories)
-        peaks = torch.tensor([peak_dense, peak_reuse, peak_phase_b, self.runner.cache.peak_bytes], dtype=torch.int64)
+        peaks = torch.tensor(
+            [peak_dense, peak_reuse, peak_phase_b, sum(cache.peak_bytes for cache in self.runner.caches)],
+            dtype=torch.int64,
+        )
         dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
         names = ("peak_dense_bytes", "peak_reuse_bytes", "peak_phase_b_bytes", "peak_kv_bytes")
         # Nothing is offloaded to host memory yet: the memory plan's part.
@@ -187,6 +194,16 @@ class Bench:
             finally:
                 self.runner.observe = None
             return live.peak, phase_b
+
+
+def _bottleneck(
+    dense: Plan, reuse: Plan, trajectories: Sequence[Trajectory], speedup: float
+) -> dict[str, float | None]:
+    """With a pipeline: the bound from the busiest stage's FLOPs, which has the LM head; null without one."""
+    if reuse.config.pipeline_size == 1:
+        return {"bottleneck_bound": None, "fraction_of_bottleneck_bound": None}
+    bound = max_bottleneck(dense, trajectories) / max_bottleneck(reuse, trajectories)
+    return {"bottleneck_bound": bound, "fraction_of_bottleneck_bound": speedup / bound}
 
 
 def alternate(

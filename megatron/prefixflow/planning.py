@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from prefixflow.plan.plan import Plan, PlanConfig, build_plan
+from prefixflow.plan.plan import Plan, PlanConfig
 from prefixflow.runtime.loss import LossConfig, has_zero_weight
+from prefixflow.schedule.search import plan_pipeline
 from prefixflow.trajectories.types import Trajectory
 
 
@@ -21,7 +22,7 @@ def plan_step(
 ) -> Plan:
     """Build this rank's plan and compare it with the others' before any other collective."""
     omit = zero_weight(trajectories, loss) if skip_zero_advantage else frozenset()
-    plan = build_plan(trajectories, config, omit=omit)
+    plan = plan_pipeline(trajectories, config, omit=omit)
     agree(plan.digest)
     return plan
 

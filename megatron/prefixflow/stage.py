@@ -28,6 +28,7 @@ from prefixflow.runtime.logprobs import RowLogprobs, VocabShard
 from prefixflow.runtime.objective import Objective
 from prefixflow.trajectories.types import Trajectory
 
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """What one data-parallel rank runs in one step."""

@@ -20,7 +20,7 @@ from prefixflow.runtime.links import Links, Topology
 from prefixflow.runtime.loss import LossConfig
 from prefixflow.runtime.objective import Objective, logical_normalizer
 from prefixflow.schedule.ops import Op
-from prefixflow.schedule.table import OpTable, build_forward_table, build_table
+from prefixflow.schedule.search import rank_table
 from prefixflow.trajectories.types import Trajectory
 
 
@@ -66,12 +66,6 @@ class StepRunner:
     def has_head(self) -> bool:
         """True on the last pipeline rank, which scores: elsewhere an `Objective` stays empty."""
         return bool(self.chunks[-1].post_process)
-
-    def table(self, plan: Plan, *, training: bool = True) -> OpTable:
-        """The operations of this rank's pipeline, one row per pipeline rank."""
-        build = build_table if training else build_forward_table
-        reads = [m.reads for m in plan.ranks[self.groups.data_rank]]
-        return build(reads, num_ranks=self.groups.pipeline.size(), num_chunks=len(self.chunks))
 
     def forward_backward(
         self,
@@ -127,7 +121,7 @@ class StepRunner:
             stages[number * num_ranks + position] = StageRunner(
                 chunk, workload, objective, self.kernel, cache, training=training, tp_group=self.groups.tensor
             )
-        row = self.table(plan, training=training).rows[position]
+        row = rank_table(plan, self.groups.data_rank, training=training).rows[position]
         links = self._links(row, microbatches) if num_ranks > 1 else None
         execute(row, stages, links, self.observe)
         self.num_computed_tokens = stages[position].num_computed_tokens

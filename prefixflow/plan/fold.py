@@ -40,9 +40,7 @@ def fold_small_segments(forest: Forest, overhead_tokens: int = SHARED_SEGMENT_OV
     return Forest(renumber(rows), forest.num_trees, forest.lengths, forest.omitted)
 
 
-def _choose(
-    forest: Forest, children: list[list[int]], ends: list[tuple[int, ...]], overhead_tokens: int
-) -> list[bool]:
+def _choose(forest: Forest, children: list[list[int]], ends: list[tuple[int, ...]], overhead_tokens: int) -> list[bool]:
     folded = [False] * len(forest.segments)
     num_branches = [1] * len(forest.segments)
     for segment in reversed(forest.segments):

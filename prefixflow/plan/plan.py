@@ -32,6 +32,7 @@ from prefixflow.trajectories.types import Trajectory, check_trajectories
 
 DEFAULT_MAX_TOKENS = 4096
 
+
 class PrefixReuse(enum.Enum):
     """`AUTO`: where it saves more than it costs, per segment; `ON`: all there is; `OFF`: every trajectory whole."""
 
@@ -45,19 +46,20 @@ class PlanConfig:
     """What a plan depends on besides the trajectories.
 
     max_tokens_per_microbatch counts physical tokens, padding included; token_multiple is what a microbatch is padded
-    to (tensor-parallel size under sequence parallelism). The number of a rank's microbatches is filled with dummies to a
-    multiple of microbatch_multiple (the pipeline's size, for interleaved stages).
+    to (tensor-parallel size under sequence parallelism). With num_chunks model chunks on each of pipeline_size ranks
+    (interleaved stages), dummies fill the number of microbatches to a multiple of pipeline_size.
     """
 
     max_tokens_per_microbatch: int = DEFAULT_MAX_TOKENS
     data_parallel_size: int = 1
     token_multiple: int = 1
-    microbatch_multiple: int = 1
+    pipeline_size: int = 1
+    num_chunks: int = 1
     prefix_reuse: PrefixReuse = PrefixReuse.ON
     cost: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:
-        for name in ("data_parallel_size", "token_multiple", "microbatch_multiple"):
+        for name in ("data_parallel_size", "token_multiple", "pipeline_size", "num_chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Plan: {name} is {getattr(self, name)}, expected at least 1.")
         if self.max_tokens_per_microbatch < self.token_multiple:
@@ -200,7 +202,7 @@ def pack_plan(trajectories: Sequence[Trajectory], config: PlanConfig, sharing: S
     ranks = tuple(
         with_dummies(
             pack_microbatches(forest, t, max_tokens=config.usable_tokens, multiple=config.token_multiple),
-            config.microbatch_multiple,
+            config.pipeline_size if config.num_chunks > 1 else 1,
             num_tokens=config.token_multiple,
         )
         for t in trees

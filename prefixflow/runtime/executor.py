@@ -51,7 +51,9 @@ def execute(
             with observe(op):
                 _run(op, stages[op.stage], links, keep_logits=follows_at_once)
         except Exception as error:
-            error.add_note(f"PrefixFlow: in operation {op} (number {place} of {len(row)}).\n{_surroundings(row, place)}")
+            error.add_note(
+                f"PrefixFlow: in operation {op} (number {place} of {len(row)}).\n{_surroundings(row, place)}"
+            )
             raise
     if links is not None:
         links.finish()

@@ -35,13 +35,19 @@ class Phase(enum.Enum):
 class MemoryModel:
     """Bytes of things on one rank, from the model's shape.
 
-    element_bytes of weights and activations; tensor_parallel divides all but layer inputs.
+    element_bytes of weights and activations. tensor_parallel divides all but layer inputs; pipeline_parallel all but
+    logits, as if layers, embedding and head were spread evenly.
     """
 
     shape: ModelShape
     element_bytes: int = 2
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     full_recompute: bool = False
+
+    @property
+    def _model_parallel(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def state_bytes(self) -> int:
@@ -49,14 +55,14 @@ class MemoryModel:
         optimizer = OPTIMIZER_BYTES if self.element_bytes < FP32_BYTES else 2 * self.element_bytes
         gradient = max(self.element_bytes, FP32_BYTES)
         per_parameter = self.element_bytes + gradient + optimizer
-        return self.shape.num_parameters * per_parameter // self.tensor_parallel
+        return self.shape.num_parameters * per_parameter // self._model_parallel
 
     @property
     def kept_bytes_per_token(self) -> int:
         """What a forward leaves behind for its backward."""
         if self.full_recompute:
-            return self.shape.layer_input_bytes_per_token(self.element_bytes)
-        return self.shape.activation_bytes_per_token(self.element_bytes) // self.tensor_parallel
+            return self.shape.layer_input_bytes_per_token(self.element_bytes) // self.pipeline_parallel
+        return self.shape.activation_bytes_per_token(self.element_bytes) // self._model_parallel
 
     @property
     def working_bytes_per_token(self) -> int:
@@ -66,11 +72,11 @@ class MemoryModel:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.shape.kv_bytes_per_token(self.element_bytes) // self.tensor_parallel
+        return self.shape.kv_bytes_per_token(self.element_bytes) // self._model_parallel
 
     @property
     def kv_gradient_bytes_per_token(self) -> int:
-        return self.shape.kv_gradient_bytes_per_token(self.element_bytes) // self.tensor_parallel
+        return self.shape.kv_gradient_bytes_per_token(self.element_bytes) // self._model_parallel
 
     def logit_bytes(self, num_rows: int) -> int:
         rows = min(num_rows, LOGIT_CHUNK_ROWS)

@@ -14,7 +14,7 @@ from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.plan import Plan, PlanConfig, PrefixReuse, pack_plan, share_prefixes
 from prefixflow.schedule.predict import StageCosts
 from prefixflow.schedule.simulate import Timeline
-from prefixflow.schedule.table import build_table
+from prefixflow.schedule.table import OpTable, build_forward_table, build_table
 from prefixflow.trajectories.types import Trajectory
 
 BUDGET_DIVISORS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -23,47 +23,55 @@ SMALLEST_BUDGET_TOKENS = 32
 ENOUGH_MICROBATCHES_PER_RANK = 64
 
 
-def plan_pipeline(
-    trajectories: Sequence[Trajectory],
-    config: PlanConfig,
-    *,
-    num_ranks: int = 1,
-    num_chunks: int = 1,
-    omit: Collection[int] = (),
-) -> Plan:
-    """The plan for `num_ranks` pipeline ranks with `num_chunks` model chunks each; errors as `build_plan`."""
+def plan_pipeline(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: Collection[int] = ()) -> Plan:
+    """The plan for the configuration's pipeline; errors as `build_plan`, which it is for one stage."""
     sharing = share_prefixes(trajectories, config, omit=omit)
     plan = pack_plan(trajectories, config, sharing)
-    if num_ranks == 1:
+    if config.pipeline_size == 1:
         return plan
-    best = max_makespan(plan, trajectories, num_ranks, num_chunks)
+    best = max_makespan(plan, trajectories)
     longest = max((len(s) for s in sharing.forest.segments), default=0)
     for divisor in BUDGET_DIVISORS[1:]:
         tokens = config.max_tokens_per_microbatch // divisor
         too_short = config.prefix_reuse is PrefixReuse.OFF and tokens < longest
-        enough = plan.num_microbatches >= ENOUGH_MICROBATCHES_PER_RANK * num_ranks * config.data_parallel_size
+        enough = (
+            plan.num_microbatches >= ENOUGH_MICROBATCHES_PER_RANK * config.pipeline_size * config.data_parallel_size
+        )
         if tokens < max(SMALLEST_BUDGET_TOKENS, config.token_multiple) or too_short or enough:
             break
         candidate = pack_plan(trajectories, replace(config, max_tokens_per_microbatch=tokens), sharing)
-        makespan = max_makespan(candidate, trajectories, num_ranks, num_chunks)
+        makespan = max_makespan(candidate, trajectories)
         if makespan < best:
             plan, best = candidate, makespan
     return plan
 
 
-def predicted_timeline(
-    plan: Plan, data_rank: int, rows: Sequence[int], num_ranks: int, num_chunks: int
-) -> Timeline:
+def stage_costs(plan: Plan, data_rank: int, rows: Sequence[int]) -> StageCosts:
+    """FLOPs of one data-parallel rank's microbatches per stage; `rows[i]` head rows of segment i."""
+    num_stages = plan.config.pipeline_size * plan.config.num_chunks
+    return StageCosts.of(plan.forest, plan.ranks[data_rank], rows, plan.config.cost, num_stages)
+
+
+def predicted_timeline(plan: Plan, data_rank: int, rows: Sequence[int]) -> Timeline:
     """Simulated step of one data-parallel rank's pipeline; `rows[i]` head rows of segment i."""
-    microbatches = plan.ranks[data_rank]
-    table = build_table([m.reads for m in microbatches], num_ranks=num_ranks, num_chunks=num_chunks)
-    costs = StageCosts.of(plan.forest, microbatches, rows, plan.config.cost, num_ranks * num_chunks)
-    return costs.timeline(table)
+    return stage_costs(plan, data_rank, rows).timeline(rank_table(plan, data_rank))
 
 
-def max_makespan(plan: Plan, trajectories: Sequence[Trajectory], num_ranks: int, num_chunks: int) -> float:
+def rank_table(plan: Plan, data_rank: int, *, training: bool = True) -> OpTable:
+    """The operations of one data-parallel rank's pipeline, one row per pipeline rank."""
+    build = build_table if training else build_forward_table
+    reads = [m.reads for m in plan.ranks[data_rank]]
+    return build(reads, num_ranks=plan.config.pipeline_size, num_chunks=plan.config.num_chunks)
+
+
+def max_makespan(plan: Plan, trajectories: Sequence[Trajectory]) -> float:
     """Makespan of the slowest data-parallel rank, in FLOPs of one pipeline rank."""
     rows = segment_row_counts(plan.forest, trajectories)
-    return max(
-        predicted_timeline(plan, rank, rows, num_ranks, num_chunks).makespan for rank in range(len(plan.ranks))
-    )
+    return max(predicted_timeline(plan, rank, rows).makespan for rank in range(len(plan.ranks)))
+
+
+def max_bottleneck(plan: Plan, trajectories: Sequence[Trajectory]) -> float:
+    """FLOPs of the busiest pipeline rank of the most loaded data-parallel rank: no bubble, no overhead."""
+    rows = segment_row_counts(plan.forest, trajectories)
+    costs = [stage_costs(plan, rank, rows) for rank in range(len(plan.ranks))]
+    return max(c.bottleneck(plan.config.pipeline_size) for c in costs)

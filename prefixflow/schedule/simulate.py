@@ -51,11 +51,7 @@ def simulate(table: OpTable, duration: Callable[[Op], float]) -> Timeline:
                 ended[op] = free_at[rank] = end
                 spans[rank].append((op, start, end))
                 moved = True
-    stuck = {
-        rank: str(row[len(spans[rank])])
-        for rank, row in enumerate(table.rows)
-        if len(spans[rank]) < len(row)
-    }
+    stuck = {rank: str(row[len(spans[rank])]) for rank, row in enumerate(table.rows) if len(spans[rank]) < len(row)}
     if stuck:
         raise ValueError(f"The table deadlocks: ranks wait for ever before {stuck}.")
     return Timeline(tuple(tuple(row) for row in spans))
