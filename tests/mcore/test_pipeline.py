@@ -1,0 +1,154 @@
+"""The pipeline on real Megatron models: what ran is what the table says, and how it fails."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.prefixflow.arguments import (
+    gpt_model_kwargs,
+    loss_config,
+    parallel_layout,
+    parse_arguments,
+    plan_config,
+    transformer_config,
+)
+from megatron.prefixflow.model import build_model
+from megatron.prefixflow.planning import plan_step
+from megatron.prefixflow.session import start_session
+from megatron.prefixflow.step import StepRunner
+
+from prefixflow.plan.plan import Plan
+from prefixflow.runtime.attention.kernels import select_kernel
+from prefixflow.runtime.world import World, WorldError
+from prefixflow.schedule.ops import Kind, Op
+from prefixflow.schedule.order import backward_order, forwards_needed
+from prefixflow.schedule.search import rank_table
+from prefixflow.schedule.table import LeadPolicy, build_table
+from prefixflow.testing.generate import Style, two_level_groups
+from prefixflow.trajectories import Trajectory
+
+ARGUMENTS = ("--model", "tiny", "--dtype", "float32", "--max-tokens", "24", "--prefix-reuse", "on")
+
+
+def trajectories() -> tuple[Trajectory, ...]:
+    return two_level_groups(3, 4, (40, 60), (8, 16), seed=5, style=Style(vocab_size=512))
+
+
+def run_logged(argv: tuple[str, ...], failing: str | None = None) -> tuple[list[str], int, Plan]:
+    """Operations that this rank ran, its pipeline rank and the plan; raises in operation `failing`."""
+    args = parse_arguments((*ARGUMENTS, *argv))
+    groups = start_session(parallel_layout(args), args.seed)
+    chunks = build_model(transformer_config(args), groups, **gpt_model_kwargs(args))
+    kernel = select_kernel("auto", next(chunks[0].parameters()).device)
+    runner = StepRunner(chunks, groups, kernel, vocab_size=args.vocab_size)
+    log: list[str] = []
+
+    @contextlib.contextmanager
+    def record(op: Op) -> Iterator[None]:
+        if str(op) == failing:
+            raise RuntimeError("planted failure")
+        log.append(str(op))
+        yield
+
+    runner.observe = record
+    loss = loss_config(args)
+    plan = plan_step(trajectories(), plan_config(args), loss)
+    runner.forward_backward(plan, trajectories(), loss)
+    return log, groups.pipeline_rank, plan
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World(2) as world:
+        yield world
+
+
+@pytest.mark.parametrize("argv", [("--pp", "2"), ("--pp", "2", "--vpp", "2")])
+def test_what_ran_is_what_the_table_says(world: World, argv: tuple[str, ...]) -> None:
+    for log, rank, plan in world.run(run_logged, argv, timeout_s=120):
+        row = rank_table(plan, 0).rows[rank]
+        assert log == [str(op) for op in row]
+        assert len(plan.ranks[0]) > 6
+
+
+def test_groups_overlap_and_few_microbatches_are_alive(world: World) -> None:
+    for log, rank, plan in world.run(run_logged, ("--pp", "2"), timeout_s=120):
+        ops = [Op.parse(text) for text in log]
+        first, second = (
+            {m.id for m in plan.ranks[0] if plan.forest.segments[m.segments[0]].tree == tree} for tree in (0, 1)
+        )
+        start_of_second = min(i for i, op in enumerate(ops) if op.microbatch in second)
+        end_of_first = max(i for i, op in enumerate(ops) if op.microbatch in first)
+        assert start_of_second < end_of_first
+        assert most_alive(ops) <= bound_on_alive(plan, rank)
+
+
+def most_alive(ops: list[Op]) -> int:
+    alive = most = 0
+    for op in ops:
+        alive += 1 if op.kind is Kind.FORWARD else -1
+        most = max(most, alive)
+    return most
+
+
+def bound_on_alive(plan: Plan, rank: int) -> int:
+    """max_k(N(k) - k + 1) + p - 1 - s, with N of the last rank read off its row."""
+    last_row = rank_table(plan, 0).rows[-1]
+    return most_alive(list(last_row)) + plan.config.pipeline_size - 1 - rank
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_flat_list_gives_megatrons_1f1b(num_ranks: int) -> None:
+    n = 12
+    table = build_table([()] * n, num_ranks=num_ranks, policy=LeadPolicy.CONSTANT)
+    for rank, row in enumerate(table.rows):
+        # Upstream: forward_backward_pipelining_without_interleaving, warm-up of p - rank - 1 microbatches.
+        assert [(op.kind, op.microbatch) for op in row] == one_forward_one_backward(range(n), num_ranks - rank - 1)
+    assert build_table([()] * n, num_ranks=num_ranks).rows == table.rows
+
+
+@pytest.mark.parametrize(("num_ranks", "num_chunks"), [(2, 2), (4, 2), (4, 4)])
+def test_a_flat_list_gives_megatrons_interleaved_order(num_ranks: int, num_chunks: int) -> None:
+    n = 2 * num_ranks
+    table = build_table([()] * n, num_ranks=num_ranks, num_chunks=num_chunks, policy=LeadPolicy.CONSTANT)
+    virtual = get_schedule_table(n, num_chunks, num_ranks)
+    for rank, row in enumerate(table.rows):
+        # Upstream: get_pp_rank_microbatches.
+        warmup = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks
+        expected = one_forward_one_backward(range(len(virtual)), min(warmup, len(virtual)))
+        ops = [(kind, *virtual[k]) for kind, k in expected]
+        assert [(op.kind, op.microbatch, op.stage) for op in row] == [
+            (kind, m, (chunk if kind is Kind.FORWARD else num_chunks - 1 - chunk) * num_ranks + rank)
+            for kind, m, chunk in ops
+        ]
+
+
+def one_forward_one_backward(order: range, warmup: int) -> list[tuple[Kind, int]]:
+    ops = [(Kind.FORWARD, m) for m in order[:warmup]]
+    for place, m in enumerate(order[warmup:]):
+        ops += [(Kind.FORWARD, m), (Kind.BACKWARD, order[place])]
+    return ops + [(Kind.BACKWARD, m) for m in order[len(order) - warmup :]]
+
+
+def test_a_rank_that_raises_names_the_operation(world: World) -> None:
+    with pytest.raises(WorldError) as caught:
+        world.run(partial(run_logged, ("--pp", "2"), failing="1B3"), timeout_s=60)
+    message = str(caught.value)
+    assert "planted failure" in message
+    assert "in operation 1B3" in message
+    assert ">1B3<" in message
+    assert 1 in caught.value.failures
+
+
+def test_the_lead_rule_bounds_the_forwards_ahead() -> None:
+    reads = [(), (0,), (0,), (0,), (), (4,), (4,)]
+    need = forwards_needed(backward_order(reads))
+    for num_ranks in (2, 3):
+        for rank, row in enumerate(build_table(reads, num_ranks=num_ranks).rows):
+            backwards = [place for place, op in enumerate(row) if op.kind is Kind.BACKWARD]
+            forwards = [sum(op.kind is Kind.FORWARD for op in row[:place]) for place in backwards]
+            assert all(f >= min(len(reads), n + num_ranks - 1 - rank) for f, n in zip(forwards, need, strict=True))
