@@ -1167,6 +1167,5 @@ NOT_BUILT_YET: tuple[NotBuilt, ...] = (
     ),
     *_not_built("calibration", _given, "--calibrate"),
     *_not_built("comparison with a dense run while training", _given, "--verify-steps"),
-    *_not_built("timelines", _given, "--trace-file"),
 )
 """Parts that are still to come. Delete an entry when its part is built."""

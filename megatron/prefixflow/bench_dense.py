@@ -53,7 +53,7 @@ class UnmodifiedModel:
             layer.submodules.self_attention.submodules.core_attention = ScaledDotProductAttention
         model = GPTModel(config=config, transformer_layer_spec=spec, **gpt_model_kwargs(args))
         self.model = model.to(config.params_dtype).train()
-        self.ddp = wrap_data_parallel(self.model, ddp_config(args))
+        (self.ddp,) = wrap_data_parallel((self.model,), ddp_config(args))
 
     def microbatches(self, plan: Plan, trajectories: Sequence[Trajectory]) -> list[tuple[Tensor, Tensor]]:
         """(tokens [b, s + 1], trained rows [b, s]) of each dense microbatch of the plan."""

@@ -130,7 +130,7 @@ class RankSums:
 
     @classmethod
     def of(cls, terms: LossTerms | None, num_computed_tokens: int, times: OpTimes, *, is_counted: bool) -> RankSums:
-        """is_counted: False on tensor-parallel copies, which add their times only."""
+        """is_counted: False on tensor-parallel copies and on stages that do not score; they add their times only."""
         sums = cls(forward_s=times.forward_s, backward_s=times.backward_s)
         if not is_counted:
             return sums
@@ -192,7 +192,7 @@ def step_metrics(facts: UpdateFacts, sums: RankSums, plan: Plan, trajectories: S
         reuse_ratio=_ratio(logical, computed),
         shared_segments=plan.forest.num_shared_segments,
         microbatches=plan.num_microbatches,
-        dummy_microbatches=0,
+        dummy_microbatches=plan.num_dummy_microbatches,
         time_s=facts.time_s,
         time_forward_s=sums.forward_s,
         time_backward_s=sums.backward_s,

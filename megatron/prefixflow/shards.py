@@ -109,7 +109,7 @@ def full_gradients(
         if chunk.ddp_config.use_distributed_optimizer:
             _gather_buckets(chunk, groups)
         for name, parameter in global_parameters(chunk.module):
-            gradient = parameter.main_grad.detach().clone()
+            gradient = parameter.main_grad.detach().clone()  # type: ignore[attr-defined]
             shards = [torch.empty_like(gradient) for _ in range(groups.tensor.size())]
             dist.all_gather(shards, gradient, group=groups.tensor)
             mine[name] = join_parameter(name, shards, parameter, gated=gated, vocab_size=vocab_size).contiguous()

@@ -70,6 +70,7 @@ from megatron.prefixflow.session import start_session
 from megatron.prefixflow.step import StepRunner, complete_logprobs, spread_logprobs
 from prefixflow.plan.plan import Plan
 from prefixflow.runtime.objective import Objective
+from prefixflow.runtime.trace import OperationTrace, together, write_trace
 from prefixflow.trajectories.files import atomic_write
 from prefixflow.trajectories.types import Trajectory
 
@@ -193,8 +194,8 @@ class FrozenWeights:
     values: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> FrozenWeights:
-        parameters = list(model.parameters())
+    def of(cls, chunks: Sequence[torch.nn.Module]) -> FrozenWeights:
+        parameters = [p for chunk in chunks for p in chunk.parameters()]
         return cls(parameters, [p.detach().clone() for p in parameters])
 
     @contextlib.contextmanager
@@ -220,12 +221,12 @@ class Scorer:
         self.job = job
         self.loss = loss_config(args)
         self.groups = start_session(job.layout, args.seed)
-        self.model = build_model(transformer_config(args), **gpt_model_kwargs(args))
+        self.chunks = build_model(transformer_config(args), self.groups, **gpt_model_kwargs(args))
         if args.hf_model:
             self._load(args.hf_model)
-        self.device = next(self.model.parameters()).device
+        self.device = next(self.chunks[0].parameters()).device
         self.runner = StepRunner(
-            self.model,
+            self.chunks,
             self.groups,
             job.kernel,
             vocab_size=args.vocab_size,
@@ -236,9 +237,14 @@ class Scorer:
         from megatron.prefixflow.bridge import load_hf_weights
 
         try:
-            load_hf_weights([self.model], folder)
+            load_hf_weights(self.chunks, folder)
         except (ValueError, OSError) as error:
             raise ArgumentsError(f"--model {folder}: {error}") from error
+
+    @property
+    def is_counted(self) -> bool:
+        """True on the one rank of each model that speaks for it: it scores, and is no tensor-parallel copy."""
+        return self.groups.tensor_rank == 0 and self.runner.has_head
 
     def plan(self, trajectories: Sequence[Trajectory], *, skip_zero_advantage: bool) -> Plan:
         config = plan_config(self.job.args, self.job.layout)
@@ -249,7 +255,7 @@ class Scorer:
         plan = self.plan(trajectories, skip_zero_advantage=False)
         mine = self.runner.score(plan, trajectories).trajectory_logprobs()
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine if self.groups.tensor_rank == 0 else {})
+        dist.all_gather_object(everyone, mine if self.is_counted else {})
         scored = {i: values for part in everyone for i, values in part.items()}
         return {
             t.id: spread_logprobs(t, scored[i]) if i in scored else np.zeros(len(t)) for i, t in enumerate(trajectories)
@@ -286,18 +292,20 @@ class Trainer(Scorer):
         args = job.args
         # Our norm sees what Megatron's check would, in the same step and with a sentence.
         buffers = dataclasses.replace(ddp_config(args), check_for_nan_in_grad=False)
-        self.ddp = wrap_data_parallel(self.model, buffers)
-        self.ddp.broadcast_params()
+        self.ddp = wrap_data_parallel(self.chunks, buffers)
+        for chunk in self.ddp:
+            chunk.broadcast_params()
         config = dataclasses.replace(optimizer_config(args), clip_grad=0.0)
-        self.optimizer = get_megatron_optimizer(config, [self.ddp])
+        self.optimizer = get_megatron_optimizer(config, list(self.ddp))
         self.scheduler = OptimizerParamScheduler(self.optimizer, **scheduler_options(args))
         self.batches = job.batches
         self.num_steps = 0
         self.warnings: list[str] = []
+        self.trace = OperationTrace(self.groups.data_rank)
         self._work: BatchWork | None = None
         lacks_reference = any(t.ref_logprobs is None for t in job.trajectories)
         needs_reference = self.loss.needs_reference and lacks_reference
-        self._reference = FrozenWeights.of(self.model) if needs_reference else None
+        self._reference = FrozenWeights.of(self.chunks) if needs_reference else None
 
     def step(self) -> StepMetrics:
         """One optimizer step. `warnings` holds what the user should hear about it.
@@ -307,25 +315,30 @@ class Trainer(Scorer):
         begin = time.perf_counter()
         torch.cuda.reset_peak_memory_stats()
         self.warnings = []
-        self.runner.observe = times = OpTimes()
+        times = OpTimes()
+        self.trace.step = self.num_steps + 1
+        self.runner.observe = together(times, self.trace.observe) if self.job.args.trace_file else times
         place = BatchPlace.of(self.num_steps, len(self.batches), self.job.args.updates_per_batch)
         work = self._prepared(place)
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         objective = self.runner.forward_backward(work.plan, work.trajectories, self.loss)
         num_computed_tokens = self.runner.num_computed_tokens
-        reduce_gradients([self.ddp])
-        norm = gradient_norm([self.ddp], self.groups)
+        reduce_gradients(self.ddp)
+        norm = gradient_norm(self.ddp, self.groups)
         lr = self._learning_rate()
         self._update(norm)
         is_reused = self.job.args.updates_per_batch > 1
-        self._work = work.keep_old_logprobs(objective) if is_reused else None
+        # Only the last stage scores; the others never read log-probabilities.
+        keeps = is_reused and self.runner.has_head
+        self._work = (work.keep_old_logprobs(objective) if keeps else work) if is_reused else None
         self.num_steps += 1
         sums = RankSums.of(
             objective.terms,
             num_computed_tokens,
             times,
-            is_counted=self.groups.tensor_rank == 0,
+            is_counted=self.is_counted,
         ).reduce(self.device)
         # The reduction above has waited for every rank and every device.
         seconds, peak = largest([time.perf_counter() - begin, torch.cuda.max_memory_allocated()], self.device)
@@ -371,9 +384,16 @@ class Trainer(Scorer):
                 )
             self.warnings.append(f"WARNING: {sentence}; this update is left out.")
         else:
-            clip_gradients([self.ddp], args.clip_grad, norm)
+            clip_gradients(self.ddp, args.clip_grad, norm)
             self.optimizer.step()
         self.scheduler.step(increment=args.global_batch_size)
+
+    def write_trace(self, path: str) -> None:
+        """Write the operations of all steps and ranks; rank 0 writes."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self.trace.events if self.groups.tensor_rank == 0 else [])
+        if dist.get_rank() == 0:
+            write_trace(path, (event for events in everyone for event in events))
 
     def _learning_rate(self) -> float:
         """The rate of the next update, of the parameters without a rate of their own (`--decoupled-lr`)."""
@@ -395,3 +415,5 @@ def train(job: Job, console: Console) -> None:
             if args.metrics_file is not None and dist.get_rank() == 0:
                 append_metrics(args.metrics_file, metrics)
             progress.advance(task)
+    if args.trace_file is not None:
+        trainer.write_trace(args.trace_file)
