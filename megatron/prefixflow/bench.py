@@ -289,7 +289,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=1024, help="prefix + suffix of one trajectory")
     parser.add_argument("--groups", type=int, help="groups in a step (default: one a data-parallel rank)")
     parser.add_argument("--repeat", type=int, default=DEFAULT_REPEAT, help="alternating pairs")
-    parser.add_argument("--threads", type=int, help="threads a process (default: cores / processes)")
+    parser.add_argument("--threads", type=int, default=1, help="threads a process (default 1: CPU time counts spinning)")
     parser.add_argument("--check-dense", action="store_true", help="dense against an unmodified model")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds a cell may take")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -310,9 +310,8 @@ def _job(options: argparse.Namespace, rest: Sequence[str]) -> Job:
         )
         for cell in cells:
             _check_cell(cell)
-    threads = options.threads or max(1, torch.get_num_threads() // layout.world_size)
     file = None if options.file == "sweep" else options.file
-    job = Job(argv, file, cells, options.repeat, threads)
+    job = Job(argv, file, cells, options.repeat, options.threads)
     for trajectories in [c.trajectories(args.vocab_size, args.seed) for c in cells] or [_read(job, args)]:
         # Refuse what cannot be planned before a world starts.
         for reuse in PrefixReuse:
