@@ -12,6 +12,7 @@ from prefixflow.plan.plan import PlanConfig, build_plan
 from prefixflow.schedule import table as scheduling
 from prefixflow.schedule.ops import Kind, Op
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
+from prefixflow.schedule.simulate import Timeline, simulate
 from prefixflow.schedule.table import (
     LeadPolicy,
     OpTable,
@@ -57,7 +58,7 @@ def test_one_stage_is_lazy() -> None:
 
 def test_two_stages_by_hand() -> None:
     """W = 2: the last stage runs N(k) = 2, 3, 4, 5, 6, 6 forwards, the first one more."""
-    table = build_table(TWO_GROUPS, num_stages=2, policy=LeadPolicy.CONSTANT)
+    table = build_table(TWO_GROUPS, num_ranks=2, policy=LeadPolicy.CONSTANT)
     assert text(table) == [
         "F0 F1 F2 B1 F3 B2 F4 B0 F5 B4 B5 B3",
         "F0 F1 B1 F2 B2 F3 B0 F4 B4 F5 B5 B3",
@@ -77,7 +78,7 @@ def one_forward_one_backward(n: int, num_stages: int, stage: int) -> str:
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("policy", [*LeadPolicy, None])
 def test_flat_list_is_1f1b(n: int, num_stages: int, policy: LeadPolicy | None) -> None:
-    table = build_table([()] * n, num_stages=num_stages, policy=policy)
+    table = build_table([()] * n, num_ranks=num_stages, policy=policy)
     assert text(table) == [one_forward_one_backward(n, num_stages, s) for s in range(num_stages)]
 
 
@@ -94,7 +95,7 @@ def forwards_before_backwards(row: tuple[Op, ...]) -> list[int]:
     st.one_of(st.none(), st.integers(1, 30)),
 )
 def test_any_table_is_valid(reads: Reads, num_stages: int, policy: LeadPolicy | None, window: int | None) -> None:
-    table = build_table(reads, num_stages=num_stages, policy=policy, window=window)
+    table = build_table(reads, num_ranks=num_stages, policy=policy, window=window)
     validate(table)
     assert is_deadlock_free(table)
     assert OpTable.from_csv(table.to_csv(), reads) == table
@@ -131,7 +132,7 @@ def test_lead_is_at_most_the_depth(reads: Reads) -> None:
 @settings(max_examples=50, deadline=None)
 @given(forests(), st.integers(1, 4))
 def test_forward_table_is_valid(reads: Reads, num_stages: int) -> None:
-    table = build_forward_table(reads, num_stages=num_stages)
+    table = build_forward_table(reads, num_ranks=num_stages)
     validate(table, training=False)
     assert len(table.rows) == num_stages
 
@@ -140,7 +141,7 @@ def test_forward_table_is_valid(reads: Reads, num_stages: int) -> None:
 @given(batches(), configs(), st.integers(1, 4))
 def test_tables_of_plans_are_valid(trajectories: list[Trajectory], config: PlanConfig, num_stages: int) -> None:
     for rank in build_plan(trajectories, config).ranks:
-        table = build_table([m.reads for m in rank], num_stages=num_stages)
+        table = build_table([m.reads for m in rank], num_ranks=num_stages)
         validate(table)
         assert is_deadlock_free(table)
 
@@ -202,6 +203,59 @@ def test_a_broken_count_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_simulation_sees_a_deadlock() -> None:
     """A first stage that runs no forward more than the last one waits for it, and it for the first."""
-    table = build_table([()] * 3, num_stages=2)
+    table = build_table([()] * 3, num_ranks=2)
     swapped = replace(table, rows=(table_of("F0 B0 F1 B1 F2 B2").rows[0], table_of("", "F0 F1 B0 B1 F2 B2").rows[1]))
     assert not is_deadlock_free(swapped)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    forests(40),
+    st.sampled_from([(2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (8, 4)]),
+    st.sampled_from([LeadPolicy.CONSTANT, LeadPolicy.WINDOWED]),
+    st.one_of(st.none(), st.integers(1, 30)),
+)
+def test_any_pipeline_finishes(reads: Reads, size: tuple[int, int], policy: LeadPolicy, window: int | None) -> None:
+    """Valid on every rank, and the ranks never wait for each other for ever; dummies fill interleaved blocks."""
+    num_ranks, num_chunks = size
+    if num_chunks > 1:
+        reads = reads + [()] * (-len(reads) % num_ranks)
+    table = build_table(reads, num_ranks=num_ranks, num_chunks=num_chunks, policy=policy, window=window)
+    validate(table)
+    timeline = simulate(table, duration)
+    assert [tuple(op for op, _, _ in row) for row in timeline.spans] == list(table.rows)
+
+
+def duration(op: Op) -> float:
+    return 1.0 if op.kind is Kind.FORWARD else 2.0
+
+
+def groups_of_depths(depths: range, num_microbatches: int) -> Reads:
+    """One group per depth: a chain of that many writers, and leaves up to `num_microbatches`."""
+    reads: Reads = []
+    for num_writers in depths:
+        path: tuple[int, ...] = ()
+        for place in range(num_microbatches):
+            reads.append(path)
+            path = (*path, len(reads) - 1) if place < num_writers else path
+    return reads
+
+
+def mean_alive(timeline: Timeline, rank: int) -> float:
+    """Microbatches between their F and their B on a rank, averaged over the step."""
+    row = timeline.spans[rank]
+    started = {op.microbatch: start for op, start, _ in row if op.kind is Kind.FORWARD}
+    held = sum(end - started[op.microbatch] for op, _, end in row if op.kind is Kind.BACKWARD)
+    return held / timeline.makespan
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_the_window_keeps_fewer_alive_at_nearly_the_same_speed(num_ranks: int) -> None:
+    """Groups of depth 20 down to 1, deepest first. On the last rank, where all that is alive is due to the lead."""
+    reads = groups_of_depths(range(20, 0, -1), 24)
+    constant, windowed = (
+        simulate(build_table(reads, num_ranks=num_ranks, policy=policy), duration)
+        for policy in (LeadPolicy.CONSTANT, LeadPolicy.WINDOWED)
+    )
+    assert windowed.efficiency >= 0.95
+    assert mean_alive(windowed, num_ranks - 1) <= 0.6 * mean_alive(constant, num_ranks - 1)
