@@ -18,6 +18,8 @@ from prefixflow.ranges import Range
 
 LINEAR_TRAINING_FACTOR = 3.0
 ATTENTION_TRAINING_FACTOR = 3.5
+MOST_PIECES = 2
+"""Times the fewest pieces that fit the budget, that equal costs may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,37 +58,39 @@ class CostModel:
     def equal_cost_cuts(self, span: Range, max_tokens: int) -> tuple[Range, ...]:
         """Cut `span` into the fewest pieces of about equal training cost, none longer than `max_tokens`.
 
-        Later positions attend to more and cost more, so earlier pieces are longer.
+        Later positions attend to more and cost more, so earlier pieces are longer. Where attention outweighs the rest,
+        equal costs would take up to (length / max_tokens)^2 pieces: beyond twice the fewest possible, the first pieces
+        have `max_tokens` and cost less, and only the others are equal.
         """
-        if len(span) <= max_tokens:
-            return (span,)
-        count = math.ceil(len(span) / max_tokens)
-        while True:
-            pieces = self._cut(span, count)
-            if max(len(piece) for piece in pieces) <= max_tokens:
+        fewest = math.ceil(len(span) / max_tokens)
+        most = min(MOST_PIECES * fewest, len(span))
+        total = self.training_flops(span)
+        for count in range(fewest, most):
+            # The first piece is the longest; rounding may add one position to any.
+            if self._positions_for(span.start, total / count) >= max_tokens + 0.5:
+                continue
+            pieces = self._cut(span, count, len(span))
+            if max(map(len, pieces)) <= max_tokens:
                 return pieces
-            count += max(1, count // 8)
+        return self._cut(span, most, max_tokens)
 
-    def _cut(self, span: Range, count: int) -> tuple[Range, ...]:
-        count = min(count, len(span))
-        linear = LINEAR_TRAINING_FACTOR * self.linear
-        attention = ATTENTION_TRAINING_FACTOR * self.attention
-        total = linear * len(span) + attention * attended_pairs(span)
+    def _cut(self, span: Range, count: int, max_tokens: int) -> tuple[Range, ...]:
+        """`count` pieces, each an equal share of what is left, as far as `max_tokens` allows."""
         bounds = [span.start]
-        for piece in range(1, count):
-            target = total * piece / count
-            # Solve linear * x + attention * (start * x + x^2 / 2) = target for the offset x.
-            slope = linear + attention * span.start
-            offset = (
-                target / slope
-                if attention == 0
-                else (math.sqrt(slope * slope + 2 * attention * target) - slope) / attention
-            )
-            low = bounds[-1] + 1
-            high = span.stop - (count - piece)
-            bounds.append(min(max(span.start + round(offset), low), high))
+        for num_left in range(count, 1, -1):
+            rest = Range(bounds[-1], span.stop)
+            share = round(self._positions_for(rest.start, self.training_flops(rest) / num_left))
+            least = max(1, len(rest) - (num_left - 1) * max_tokens)
+            most = min(max_tokens, len(rest) - (num_left - 1))
+            bounds.append(rest.start + min(max(share, least), most))
         bounds.append(span.stop)
         return tuple(Range(a, b) for a, b in pairwise(bounds))
+
+    def _positions_for(self, start: int, training_flops: float) -> float:
+        """x with linear * x + attention * (start * x + x^2 / 2) = training_flops, coefficients of training."""
+        attention = ATTENTION_TRAINING_FACTOR * self.attention
+        slope = LINEAR_TRAINING_FACTOR * self.linear + attention * start
+        return 2 * training_flops / (slope + math.sqrt(slope * slope + 2 * attention * training_flops))
 
 
 def attended_pairs(span: Range) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from prefixflow.forest import build_forest
 from prefixflow.plan.chunk import chunk_segments
-from prefixflow.plan.cost import CostModel, attended_pairs
+from prefixflow.plan.cost import MOST_PIECES, CostModel, attended_pairs
 from prefixflow.ranges import Range
 from prefixflow.trajectories import Trajectory
 from tests.plan.groups import batch_of, batches
@@ -69,8 +70,35 @@ def test_cuts_cover_the_span_within_the_budget(start: int, length: int, max_toke
 def test_cuts_cost_the_same(start: int, length: int, attention: float) -> None:
     model = CostModel(1.0, 0.0, attention)
     costs = [model.training_flops(c) for c in model.equal_cost_cuts(Range(start, start + length), 4096)]
+    if len(costs) == MOST_PIECES * math.ceil(length / 4096):
+        return
     per_token = max(costs) / min(4096, length)
     assert max(costs) - min(costs) <= max(0.02 * max(costs), 10 * per_token)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10_000), st.integers(2, 40_000), st.integers(1, 5000), st.sampled_from([0.0, 1e-3, 0.1, 10.0]))
+def test_attention_does_not_multiply_the_pieces(start: int, length: int, max_tokens: int, attention: float) -> None:
+    cuts = CostModel(1.0, 0.0, attention).equal_cost_cuts(Range(start, start + length), max_tokens)
+    assert len(cuts) <= MOST_PIECES * math.ceil(length / max_tokens)
+    assert all(a.joins(b) and len(a) <= max_tokens for a, b in pairwise([*cuts, Range(start + length, start + length)]))
+
+
+def test_the_first_pieces_fill_the_budget_where_costs_cannot_be_equal() -> None:
+    """Attention alone over 8 budgets: equal costs would take 64 pieces, and 16 have to do.
+
+    The first ones have the budget, the others cost the same.
+    """
+    model = CostModel(1e-9, 0.0, 1.0)
+    cuts = model.equal_cost_cuts(Range(0, 32_768), 4096)
+    lengths = [len(c) for c in cuts]
+    assert len(cuts) == 16
+    num_full = lengths.count(4096)
+    assert 1 <= num_full < 8
+    assert lengths[:num_full] == [4096] * num_full
+    costs = [model.training_flops(c) for c in cuts[num_full:]]
+    assert max(costs) <= 1.01 * min(costs)
+    assert max(map(model.training_flops, cuts[:num_full])) <= max(costs)
 
 
 def test_pieces_form_a_chain_and_children_hang_from_the_last() -> None:
