@@ -51,6 +51,7 @@ class PlanReport:
     bound: float
     pipeline_efficiency: float
     rank_loads: tuple[float, ...]
+    split_loss_tokens: int
     peak_bytes: dict[str, int]
     digest: str
 
@@ -74,7 +75,7 @@ def report_plan(plan: Plan, trajectories: Sequence[Trajectory], memory: MemoryMo
         depth=forest.depth,
         shared_segments=forest.num_shared_segments,
         trajectories=len(trajectories),
-        groups=forest.num_trees,
+        groups=len({t.group for t in trajectories}),
         microbatches=plan.num_microbatches,
         dummy_microbatches=plan.num_dummy_microbatches,
         lead=max(leads),
@@ -82,6 +83,7 @@ def report_plan(plan: Plan, trajectories: Sequence[Trajectory], memory: MemoryMo
         bound=plan.bound,
         pipeline_efficiency=slowest.efficiency,
         rank_loads=plan.rank_loads,
+        split_loss_tokens=plan.split_loss_tokens,
         peak_bytes={phase.value: max(p[phase] for p in peaks) for phase in Phase},
         digest=plan.digest,
     )
@@ -188,7 +190,8 @@ def _table(report: PlanReport, options: argparse.Namespace) -> Table:
         "microbatches": f"{report.microbatches} of at most {options.max_tokens} tokens, lead {report.lead}",
         "speedup": f"{report.predicted_speedup:.2f} predicted, bound {report.bound:.2f}",
         "pipeline": f"{report.pipeline_efficiency:.2f} of the ranks' time busy",
-        "balance": f"most loaded rank {max(loads) / mean:.2f} of the mean over {len(loads)}",
+        "balance": f"most loaded rank {max(loads) / mean:.2f} of the mean over {len(loads)}"
+        + (f", {report.split_loss_tokens:,} positions repeated by splits" if report.split_loss_tokens else ""),
         "peak memory": ", ".join(f"{phase} {size / 2**30:.2f} GiB" for phase, size in report.peak_bytes.items()),
         "digest": report.digest,
     }

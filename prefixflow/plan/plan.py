@@ -1,8 +1,8 @@
 """The plan of one step: forest, placement over data-parallel ranks, microbatches, and what reuse is worth.
 
 Steps: (1) the forest of the batch (reuse off: every trajectory by itself); (2) `auto` folds shared segments
-that save less than they cost; (3) segments longer than the token budget are cut, where reuse is on; (4) trees to ranks,
-largest first; (5) microbatches per rank. Pure and deterministic: every rank builds the same plan, and `digest` tells.
+that save less than they cost; (3) trees to ranks, a tree too large for one is split; (4) segments longer than the token
+budget are cut, where reuse is on; (5) microbatches per rank. Pure and deterministic: every rank builds the same plan, and `digest` tells.
 
 Invariants (`Plan.assert_invariants`)
 1. Every tree is on exactly one rank.
@@ -27,7 +27,7 @@ from prefixflow.plan.chunk import chunk_segments
 from prefixflow.plan.cost import CostModel
 from prefixflow.plan.fold import fold_small_segments
 from prefixflow.plan.microbatch import Microbatch, pack_microbatches, with_dummies
-from prefixflow.plan.placement import place_trees
+from prefixflow.plan.placement import place_forest, place_trees
 from prefixflow.trajectories.types import Trajectory, check_trajectories
 
 DEFAULT_MAX_TOKENS = 4096
@@ -77,7 +77,10 @@ class PlanConfig:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`ranks[d]` are the microbatches of data-parallel rank d, in forward order; `trees[d]` its trees."""
+    """`ranks[d]` are the microbatches of data-parallel rank d, in forward order; `trees[d]` its trees.
+
+    split_loss_tokens, split_loss_flops: what is computed again because a tree was split over ranks.
+    """
 
     config: PlanConfig
     forest: Forest
@@ -87,12 +90,15 @@ class Plan:
     baseline_flops: float
     baseline_rank_flops: float
     num_fallback_groups: int
+    split_loss_tokens: int
+    split_loss_flops: float
     digest: str
 
     @property
     def bound(self) -> float:
-        """Dense FLOPs over reuse FLOPs: what reuse can win at most (design notes, 'Measuring')."""
-        return self.baseline_flops / sum(self.rank_loads) if sum(self.rank_loads) else 1.0
+        """Dense FLOPs over reuse FLOPs, splits left out: what reuse can win at most (design notes, 'Measuring')."""
+        reuse_flops = sum(self.rank_loads) - self.split_loss_flops
+        return self.baseline_flops / reuse_flops if reuse_flops else 1.0
 
     @property
     def predicted_speedup(self) -> float:
@@ -161,11 +167,18 @@ class _Scores:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What is shared, before segments are cut and packed: the part of planning that does not see the token budget."""
+    """What is shared and on which rank, before segments are cut and packed: what does not depend on the token budget.
+
+    dense_loads: training FLOPs of each trajectory run by itself.
+    """
 
     forest: Forest
+    trees: tuple[tuple[int, ...], ...]
+    rank_loads: tuple[float, ...]
     dense_loads: tuple[float, ...]
     num_fallback_groups: int
+    split_loss_tokens: int
+    split_loss_flops: float
 
 
 def build_plan(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: Collection[int] = ()) -> Plan:
@@ -178,45 +191,67 @@ def build_plan(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: 
 
 
 def share_prefixes(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: Collection[int] = ()) -> Sharing:
-    """The forest of `trajectories` under the configuration's `prefix_reuse`; errors as `build_plan`."""
+    """The forest of `trajectories` under the configuration's `prefix_reuse`, on its ranks; errors as `build_plan`."""
     check_trajectories(trajectories)
     dense = build_forest(trajectories, dense_trees=None, omit=omit)
-    dense_loads = tuple(_tree_loads(dense, trajectories, config.cost))
     if config.prefix_reuse is PrefixReuse.OFF:
         _refuse_long(dense, trajectories, config)
-        return Sharing(dense, dense_loads, 0)
+        return _placed(dense, dense, 0, trajectories, config)
     forest = build_forest(trajectories, omit=omit)
     if config.prefix_reuse is PrefixReuse.ON:
-        return Sharing(forest, dense_loads, 0)
+        return _placed(forest, dense, 0, trajectories, config)
     folded = fold_small_segments(forest)
-    return Sharing(folded, dense_loads, len(_sharing_trees(forest) - _sharing_trees(folded)))
+    num_fallback_groups = len(_sharing_trees(forest) - _sharing_trees(folded))
+    return _placed(folded, dense, num_fallback_groups, trajectories, config)
+
+
+def _placed(
+    forest: Forest, dense: Forest, num_fallback_groups: int, trajectories: Sequence[Trajectory], config: PlanConfig
+) -> Sharing:
+    costs = _segment_costs(forest, trajectories, config.cost)
+    placement = place_forest(forest, costs, config.data_parallel_size)
+    is_split = placement.forest is not forest
+    placed_costs = _segment_costs(placement.forest, trajectories, config.cost) if is_split else costs
+    rank_of = {tree: rank for rank, trees in enumerate(placement.trees) for tree in trees}
+    loads = [0.0] * config.data_parallel_size
+    for segment, cost in zip(placement.forest.segments, placed_costs, strict=True):
+        loads[rank_of[segment.tree]] += cost
+    return Sharing(
+        forest=placement.forest,
+        trees=placement.trees,
+        rank_loads=tuple(loads),
+        dense_loads=tuple(_segment_costs(dense, trajectories, config.cost)),
+        num_fallback_groups=num_fallback_groups,
+        split_loss_tokens=placement.forest.computed_tokens - forest.computed_tokens,
+        split_loss_flops=sum(placed_costs) - sum(costs) if is_split else 0.0,
+    )
 
 
 def pack_plan(trajectories: Sequence[Trajectory], config: PlanConfig, sharing: Sharing) -> Plan:
-    """Place the trees on ranks, cut long segments and pack microbatches under the configuration's budget."""
+    """Cut long segments and pack microbatches under the configuration's budget."""
     forest = sharing.forest
     if config.prefix_reuse is not PrefixReuse.OFF:
         forest = chunk_segments(forest, config.usable_tokens, config.cost)
-    loads = _tree_loads(forest, trajectories, config.cost)
-    trees = place_trees(loads, config.data_parallel_size)
     ranks = tuple(
         with_dummies(
             pack_microbatches(forest, t, max_tokens=config.usable_tokens, multiple=config.token_multiple),
             config.pipeline_size if config.num_chunks > 1 else 1,
             num_tokens=config.token_multiple,
         )
-        for t in trees
+        for t in sharing.trees
     )
     dense_placement = place_trees(sharing.dense_loads, config.data_parallel_size)
     return Plan(
         config=config,
         forest=forest,
-        trees=trees,
+        trees=sharing.trees,
         ranks=ranks,
-        rank_loads=tuple(sum(loads[t] for t in rank) for rank in trees),
+        rank_loads=sharing.rank_loads,
         baseline_flops=sum(sharing.dense_loads),
         baseline_rank_flops=max(sum(sharing.dense_loads[t] for t in rank) for rank in dense_placement),
         num_fallback_groups=sharing.num_fallback_groups,
+        split_loss_tokens=sharing.split_loss_tokens,
+        split_loss_flops=sharing.split_loss_flops,
         digest=_digest(config, forest, ranks, trajectories),
     )
 
@@ -225,12 +260,10 @@ def _sharing_trees(forest: Forest) -> set[int]:
     return {segment.tree for segment in forest.segments if segment.is_shared}
 
 
-def _tree_loads(forest: Forest, trajectories: Sequence[Trajectory], cost: CostModel) -> list[float]:
-    loads = [0.0] * forest.num_trees
+def _segment_costs(forest: Forest, trajectories: Sequence[Trajectory], cost: CostModel) -> list[float]:
+    """Training FLOPs of each segment."""
     rows = segment_row_counts(forest, trajectories)
-    for segment, num_rows in zip(forest.segments, rows, strict=True):
-        loads[segment.tree] += cost.training_flops(segment.span, num_rows)
-    return loads
+    return [cost.training_flops(s.span, num_rows) for s, num_rows in zip(forest.segments, rows, strict=True)]
 
 
 def _refuse_long(dense: Forest, trajectories: Sequence[Trajectory], config: PlanConfig) -> None:
