@@ -57,6 +57,19 @@ def build_forest(
     return Forest(renumber(rows), len(groups), lengths, omitted)
 
 
+def may_share(trajectories: Sequence[Trajectory], *, omit: Collection[int] = ()) -> bool:
+    """Whether two trajectories of a group begin with the same pair of tokens; if not, nothing is shared."""
+    seen: set[tuple[str, int, int]] = set()
+    for index, trajectory in enumerate(trajectories):
+        if len(trajectory.tokens) < 2 or index in omit:
+            continue
+        first = (trajectory.group, int(trajectory.tokens[0]), int(trajectory.tokens[1]))
+        if first in seen:
+            return True
+        seen.add(first)
+    return False
+
+
 def common_positions(left: np.ndarray, right: np.ndarray) -> int:
     """Number of leading (token, next token) pairs on which two token arrays agree."""
     length = min(len(left), len(right))

@@ -29,6 +29,8 @@ import numpy as np
 from prefixflow.forest.forest import Forest, renumber
 from prefixflow.ranges import Range
 
+EVEN = 1.001
+"""Largest load over the mean below which moves and swaps stop."""
 BALANCED = 1.05
 """Largest load over the mean that needs no split."""
 NEARLY_BEST = 1.02
@@ -55,10 +57,13 @@ def place_trees(loads: Sequence[float], num_ranks: int) -> tuple[tuple[int, ...]
 
 
 def _improve(loads: Sequence[float], ranks: list[list[int]]) -> None:
-    """Move or swap trees from the most loaded rank while that lowers it below what it was."""
+    """Move or swap trees from the most loaded rank while that lowers it, until it is as good as even."""
     totals = [sum(loads[t] for t in trees) for trees in ranks]
+    even = EVEN * sum(totals) / len(ranks)
     for _ in range(4 * len(loads)):
         heavy = max(range(len(ranks)), key=lambda r: totals[r])
+        if totals[heavy] <= even:
+            return
         change = max(
             (_best_exchange(loads, ranks, totals, heavy, light) for light in range(len(ranks)) if light != heavy),
             default=None,

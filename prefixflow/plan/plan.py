@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefixflow.forest import Forest, build_forest
+from prefixflow.forest import Forest, build_forest, may_share
 from prefixflow.plan import microbatch as packing
 from prefixflow.plan.batch import MicrobatchArrays, microbatch_arrays, segment_row_counts
 from prefixflow.plan.chunk import chunk_segments
@@ -197,7 +197,7 @@ def share_prefixes(trajectories: Sequence[Trajectory], config: PlanConfig, *, om
     if config.prefix_reuse is PrefixReuse.OFF:
         _refuse_long(dense, trajectories, config)
         return _placed(dense, dense, 0, trajectories, config)
-    forest = build_forest(trajectories, omit=omit)
+    forest = build_forest(trajectories, omit=omit) if may_share(trajectories, omit=omit) else dense
     if config.prefix_reuse is PrefixReuse.ON:
         return _placed(forest, dense, 0, trajectories, config)
     folded = fold_small_segments(forest)
@@ -208,7 +208,8 @@ def share_prefixes(trajectories: Sequence[Trajectory], config: PlanConfig, *, om
 def _placed(
     forest: Forest, dense: Forest, num_fallback_groups: int, trajectories: Sequence[Trajectory], config: PlanConfig
 ) -> Sharing:
-    costs = _segment_costs(forest, trajectories, config.cost)
+    dense_costs = _segment_costs(dense, trajectories, config.cost)
+    costs = dense_costs if forest is dense else _segment_costs(forest, trajectories, config.cost)
     placement = place_forest(forest, costs, config.data_parallel_size)
     is_split = placement.forest is not forest
     placed_costs = _segment_costs(placement.forest, trajectories, config.cost) if is_split else costs
@@ -220,7 +221,7 @@ def _placed(
         forest=placement.forest,
         trees=placement.trees,
         rank_loads=tuple(loads),
-        dense_loads=tuple(_segment_costs(dense, trajectories, config.cost)),
+        dense_loads=tuple(dense_costs),
         num_fallback_groups=num_fallback_groups,
         split_loss_tokens=placement.forest.computed_tokens - forest.computed_tokens,
         split_loss_flops=sum(placed_costs) - sum(costs) if is_split else 0.0,

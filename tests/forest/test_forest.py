@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixflow.forest import Forest, build_forest
+from prefixflow.forest import Forest, build_forest, may_share
 from prefixflow.forest.build import common_positions
 from prefixflow.ranges import Range
 from prefixflow.trajectories import Trajectory
@@ -170,3 +170,13 @@ def test_repeated_temperature_or_mask_does_not_split_a_segment() -> None:
         ]
     )
     assert shape(forest) == [(None, (0, 3), (0, 1))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_may_share_tells_whether_anything_is_shared(trajectories: list[Trajectory]) -> None:
+    forest = build_forest(trajectories)
+    shares = any(s.is_shared for s in forest.segments)
+    assert may_share(trajectories) == shares
+    if not shares:
+        assert forest == build_forest(trajectories, dense_trees=None)

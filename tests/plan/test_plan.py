@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefixflow.forest import build as building
 from prefixflow.plan.cost import CostModel
 from prefixflow.plan.fold import SHARED_SEGMENT_OVERHEAD_TOKENS
 from prefixflow.plan.microbatch import Microbatch
@@ -237,3 +238,15 @@ def test_an_empty_batch_is_refused() -> None:
 def test_more_ranks_than_trees_leaves_ranks_without_microbatches() -> None:
     plan = build_plan(two_level(5, 3, 1), PlanConfig(data_parallel_size=3))
     assert [len(rank) for rank in plan.ranks] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("reuse", [PrefixReuse.AUTO, PrefixReuse.ON])
+def test_a_batch_with_nothing_to_share_builds_no_trie(reuse: PrefixReuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pair of tokens tells; the plan is the dense one."""
+    trajectories = [*batch_of([1, 2, 3], [1, 3, 3], [2, 2, 3]), *batch_of([1, 2, 3], group="other")]
+    monkeypatch.setattr(building, "_trie", None)
+    plan = build_plan(trajectories, PlanConfig(prefix_reuse=reuse))
+    assert plan.forest == build_plan(trajectories, PlanConfig(prefix_reuse=PrefixReuse.OFF)).forest
+    assert plan.bound == 1.0
+    with pytest.raises(TypeError):
+        build_plan(batch_of([1, 2, 3], [1, 2, 4]), PlanConfig(prefix_reuse=reuse))
