@@ -15,7 +15,7 @@ from rich.table import Table
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.cost import CostModel
 from prefixflow.plan.layout import ParallelLayout
-from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, Plan, PlanConfig, PrefixReuse
+from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, MergeGroups, Plan, PlanConfig, PrefixReuse
 from prefixflow.plan.shapes import ModelShape
 from prefixflow.schedule.memory import MemoryModel, Phase, peak_bytes
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
@@ -124,6 +124,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"physical tokens of a microbatch (default {DEFAULT_MAX_TOKENS})",
     )
     parser.add_argument("--prefix-reuse", choices=[r.value for r in PrefixReuse], default="on")
+    parser.add_argument(
+        "--merge-groups",
+        choices=[m.value for m in MergeGroups],
+        default="off",
+        help="one tree for groups with a long common prefix, where the plan predicts a gain",
+    )
     parser.add_argument("--dtype", choices=list(ELEMENT_BYTES), default="bfloat16")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--memory-budget-gib", type=float, metavar="X")
@@ -164,6 +170,7 @@ def _report(options: argparse.Namespace) -> PlanReport:
         data_parallel_size=layout.dp,
         token_multiple=layout.token_multiple if options.sequence_parallel else 1,
         prefix_reuse=PrefixReuse(options.prefix_reuse),
+        merge_groups=MergeGroups(options.merge_groups),
         pipeline_size=layout.pp,
         num_chunks=layout.vpp,
         cost=CostModel.of_shape(shape),

@@ -42,7 +42,7 @@ _INDIFFERENT = _names(
     bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion moe_grouped_gemm
     moe_use_legacy_grouped_gemm moe_token_dispatcher_type moe_enable_deepep
     moe_flex_dispatcher_backend moe_permute_fusion moe_deepep_num_sms moe_hybridep_num_sms
-    moe_shared_expert_overlap prefix_reuse max_tokens_per_microbatch micro_batch_size prefix_memory
+    moe_shared_expert_overlap prefix_reuse merge_groups max_tokens_per_microbatch micro_batch_size prefix_memory
     kv_budget_gib memory_budget_gib context_parallel_kv attention_kernel dtype bf16
     ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw metrics_file trace_file
     distributed_backend distributed_timeout_minutes"""

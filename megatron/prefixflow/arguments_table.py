@@ -444,6 +444,13 @@ OUR_ROWS: tuple[Row, ...] = (
     _ours("--updates-per-batch", int, 1, "optimizer steps on one batch"),
     _ours("--ref-load", str, None, "reference policy (default: the initial weights)"),
     _ours("--prefix-reuse", str, "auto", "share prefixes", choices=("auto", "on", "off")),
+    _ours(
+        "--merge-groups",
+        str,
+        "off",
+        "one tree for groups with a long common prefix, where the plan predicts a gain",
+        choices=("off", "auto"),
+    ),
     _ours("--max-tokens-per-microbatch --max-tokens", int, None, "physical tokens of a microbatch"),
     _ours(
         "--prefix-memory",

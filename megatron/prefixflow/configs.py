@@ -20,7 +20,7 @@ from megatron.prefixflow.arguments_result import Arguments, shape_of
 from megatron.prefixflow.arguments_spec import ArgumentsError
 from prefixflow.plan.cost import CostModel
 from prefixflow.plan.layout import ParallelLayout
-from prefixflow.plan.plan import PlanConfig, PrefixReuse
+from prefixflow.plan.plan import MergeGroups, PlanConfig, PrefixReuse
 from prefixflow.runtime.loss import LossConfig
 
 
@@ -57,6 +57,7 @@ def plan_config(args: Arguments, parallel: ParallelLayout | None = None) -> Plan
         pipeline_size=parallel.pp,
         num_chunks=parallel.vpp,
         prefix_reuse=PrefixReuse(args.prefix_reuse),
+        merge_groups=MergeGroups(args.merge_groups),
         cost=CostModel(
             linear=shape.body_flops_per_token,
             head=shape.head_flops_per_row,

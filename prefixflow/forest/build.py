@@ -5,7 +5,8 @@ positions, is one less than in tokens, since a position is a (token, next token)
 different successors and so falls into each branch; (3) one pass with a stack turns sorted neighbours into a
 compressed trie; (4) children stand in order of first appearance. Linear in tokens but for the sort.
 
-Only trajectories of the same group *and* with equal tokens share: the group id decides the tree.
+Only trajectories of the same group *and* with equal tokens share: the group id decides the tree, unless groups with a
+long common start are merged (`merged_labels`).
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ def build_forest(
     *,
     dense_trees: Collection[int] | None = (),
     omit: Collection[int] = (),
+    labels: Sequence[str] | None = None,
 ) -> Forest:
     """The forest of `trajectories`; tree i is the i-th group in order of first appearance.
 
-    In `dense_trees` (None: in all) every trajectory has its own root: the dense problem, run by the same code.
+    `labels[i]` stands for the group of trajectory i where groups are merged (`merged_labels`). In `dense_trees` (None: in all) every trajectory has its own root: the dense problem, run by the same code.
     `omit` are indices of trajectories that are counted but not run.
     """
     lengths = tuple(len(t.tokens) - 1 for t in trajectories)
     omitted = frozenset(omit) | {i for i, length in enumerate(lengths) if length < 1}
     groups: dict[str, list[int]] = {}
-    for index, trajectory in enumerate(trajectories):
-        groups.setdefault(trajectory.group, []).append(index)
+    for index, label in enumerate(labels or [t.group for t in trajectories]):
+        groups.setdefault(label, []).append(index)
     rows: list[tuple[int | None, int, Range, tuple[int, ...]]] = []
     for tree, indices in enumerate(groups.values()):
         run = [i for i in indices if i not in omitted]
@@ -55,6 +57,27 @@ def build_forest(
             roots = [_Node(lengths[i], ends=[i], members=(i,)) for i in run]
         _emit(roots, tree, rows)
     return Forest(renumber(rows), len(groups), lengths, omitted)
+
+
+def merged_labels(
+    trajectories: Sequence[Trajectory], min_tokens: int, *, omit: Collection[int] = ()
+) -> tuple[str, ...] | None:
+    """A common label for groups whose first trajectories agree on `min_tokens` tokens; None where no two groups do.
+
+    Only a proposal of what may stand in one tree: the trie decides what is shared.
+    """
+    label_of: dict[str, str] = {}
+    first_group: dict[bytes, str] = {}
+    for index, trajectory in enumerate(trajectories):
+        if index in omit or trajectory.group in label_of:
+            continue
+        label_of[trajectory.group] = trajectory.group
+        if len(trajectory.tokens) > min_tokens:
+            start = np.ascontiguousarray(trajectory.tokens[:min_tokens]).tobytes()
+            label_of[trajectory.group] = first_group.setdefault(start, trajectory.group)
+    if all(group == label for group, label in label_of.items()):
+        return None
+    return tuple(label_of.get(t.group, t.group) for t in trajectories)
 
 
 def may_share(trajectories: Sequence[Trajectory], *, omit: Collection[int] = ()) -> bool:

@@ -1,6 +1,7 @@
 """The plan of one step: forest, placement over data-parallel ranks, microbatches, and what reuse is worth.
 
-Steps: (1) the forest of the batch (reuse off: every trajectory by itself); (2) `auto` folds shared segments
+Steps: (1) the forest of the batch (reuse off: every trajectory by itself; groups with a long common prefix merged where
+that lowers the most loaded rank); (2) `auto` folds shared segments
 that save less than they cost; (3) trees to ranks, a tree too large for one is split; (4) segments longer than the token
 budget are cut, where reuse is on; (5) microbatches per rank. Pure and deterministic: every rank builds the same plan, and `digest` tells.
 
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefixflow.forest import Forest, build_forest, may_share
+from prefixflow.forest import Forest, build_forest, may_share, merged_labels
 from prefixflow.plan import microbatch as packing
 from prefixflow.plan.batch import MicrobatchArrays, microbatch_arrays, segment_row_counts
 from prefixflow.plan.chunk import chunk_segments
@@ -31,6 +32,10 @@ from prefixflow.plan.placement import place_forest, place_trees
 from prefixflow.trajectories.types import Trajectory, check_trajectories
 
 DEFAULT_MAX_TOKENS = 4096
+MERGED_PREFIX_TOKENS = 64
+"""Tokens on which groups must agree to be considered for one tree."""
+MERGE_GAIN = 0.99
+"""Load of the most loaded rank with merged groups over that without, at which merging is taken."""
 
 
 class PrefixReuse(enum.Enum):
@@ -39,6 +44,13 @@ class PrefixReuse(enum.Enum):
     AUTO = "auto"
     ON = "on"
     OFF = "off"
+
+
+class MergeGroups(enum.Enum):
+    """`AUTO`: groups with a long common prefix in one tree where that lowers the most loaded rank; `OFF`: never."""
+
+    OFF = "off"
+    AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,7 @@ class PlanConfig:
     pipeline_size: int = 1
     num_chunks: int = 1
     prefix_reuse: PrefixReuse = PrefixReuse.ON
+    merge_groups: MergeGroups = MergeGroups.OFF
     cost: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:
@@ -197,11 +210,30 @@ def share_prefixes(trajectories: Sequence[Trajectory], config: PlanConfig, *, om
     if config.prefix_reuse is PrefixReuse.OFF:
         _refuse_long(dense, trajectories, config)
         return _placed(dense, dense, 0, trajectories, config)
-    forest = build_forest(trajectories, omit=omit) if may_share(trajectories, omit=omit) else dense
+    own = _shared(trajectories, config, dense, omit, None)
+    if config.merge_groups is MergeGroups.OFF:
+        return own
+    labels = merged_labels(trajectories, MERGED_PREFIX_TOKENS, omit=omit)
+    if labels is None:
+        return own
+    merged = _shared(trajectories, config, dense, omit, labels)
+    return merged if max(merged.rank_loads) <= MERGE_GAIN * max(own.rank_loads) else own
+
+
+def _shared(
+    trajectories: Sequence[Trajectory],
+    config: PlanConfig,
+    dense: Forest,
+    omit: Collection[int],
+    labels: Sequence[str] | None,
+) -> Sharing:
+    """Prefixes shared within groups, or within the labels that merge them."""
+    is_worth_a_trie = labels is not None or may_share(trajectories, omit=omit)
+    forest = build_forest(trajectories, omit=omit, labels=labels) if is_worth_a_trie else dense
     if config.prefix_reuse is PrefixReuse.ON:
         return _placed(forest, dense, 0, trajectories, config)
     folded = fold_small_segments(forest)
-    num_fallback_groups = len(_sharing_trees(forest) - _sharing_trees(folded))
+    num_fallback_groups = len(_sharing_groups(forest, trajectories) - _sharing_groups(folded, trajectories))
     return _placed(folded, dense, num_fallback_groups, trajectories, config)
 
 
@@ -257,8 +289,8 @@ def pack_plan(trajectories: Sequence[Trajectory], config: PlanConfig, sharing: S
     )
 
 
-def _sharing_trees(forest: Forest) -> set[int]:
-    return {segment.tree for segment in forest.segments if segment.is_shared}
+def _sharing_groups(forest: Forest, trajectories: Sequence[Trajectory]) -> set[str]:
+    return {trajectories[m].group for segment in forest.segments if segment.is_shared for m in segment.members}
 
 
 def _segment_costs(forest: Forest, trajectories: Sequence[Trajectory], cost: CostModel) -> list[float]:

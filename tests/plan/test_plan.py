@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixflow.forest import build as building
+from prefixflow.plan import plan as planning
 from prefixflow.plan.cost import CostModel
 from prefixflow.plan.fold import SHARED_SEGMENT_OVERHEAD_TOKENS
 from prefixflow.plan.microbatch import Microbatch
-from prefixflow.plan.plan import Plan, PlanConfig, PrefixReuse, build_plan
+from prefixflow.plan.plan import MergeGroups, Plan, PlanConfig, PrefixReuse, build_plan
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
 from prefixflow.trajectories import Trajectory
 from tests.plan.groups import (
@@ -96,6 +97,7 @@ def test_digest_tells_plans_apart(trajectories: list[Trajectory], config: PlanCo
         {"data_parallel_size": 2},
         {"token_multiple": 2},
         {"prefix_reuse": PrefixReuse.AUTO},
+        {"merge_groups": MergeGroups.AUTO},
         {"cost": CostModel(2.0)},
     ],
     ids=lambda change: next(iter(change)),
@@ -250,3 +252,63 @@ def test_a_batch_with_nothing_to_share_builds_no_trie(reuse: PrefixReuse, monkey
     assert plan.bound == 1.0
     with pytest.raises(TypeError):
         build_plan(batch_of([1, 2, 3], [1, 2, 4]), PlanConfig(prefix_reuse=reuse))
+
+
+def with_system_prompt(num_groups: int, system_tokens: int, group_size: int = 2) -> list[Trajectory]:
+    """Groups of `group_size` with prompts of 20 tokens and responses of 10 of their own, after one system prompt."""
+    return [
+        trajectory(
+            [*range(system_tokens), *[1000 + g] * 20, *[2000 + i] * 10],
+            name=f"{g}-{i}",
+            group=str(g),
+            advantage=10.0**g,
+        )
+        for g in range(num_groups)
+        for i in range(group_size)
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), configs(), st.integers(1, 3), st.data())
+def test_merged_groups_keep_the_invariants(
+    trajectories: list[Trajectory], config: PlanConfig, min_tokens: int, data: st.DataObject
+) -> None:
+    omit = data.draw(omitted_of(trajectories))
+    own = build_plan(trajectories, config, omit=omit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "MERGED_PREFIX_TOKENS", min_tokens)
+        plan = build_plan(trajectories, replace(config, merge_groups=MergeGroups.AUTO), omit=omit)
+    plan.assert_invariants(trajectories)
+    assert max(plan.rank_loads) <= max(own.rank_loads)
+
+
+@pytest.mark.parametrize(("system_tokens", "is_merged"), [(65, True), (64, True), (63, False)])
+def test_groups_with_a_long_common_prefix_are_merged(system_tokens: int, is_merged: bool) -> None:
+    """Four groups: merged, the system prompt's positions run once instead of four times (its last token differs)."""
+    trajectories = with_system_prompt(4, system_tokens)
+    config = PlanConfig(merge_groups=MergeGroups.AUTO)
+    own = build_plan(trajectories, replace(config, merge_groups=MergeGroups.OFF))
+    plan = build_plan(trajectories, config)
+    plan.assert_invariants(trajectories)
+    assert own.forest.num_trees == 4
+    assert plan.forest.num_trees == (1 if is_merged else 4)
+    saved = own.forest.computed_tokens - plan.forest.computed_tokens
+    assert saved == (3 * (system_tokens - 1) if is_merged else 0)
+    assert plan.digest != own.digest
+
+
+def test_groups_are_not_merged_where_that_helps_no_rank() -> None:
+    """Four groups on four ranks: each rank runs the system prompt anyway."""
+    trajectories = with_system_prompt(4, 100)
+    plan = build_plan(trajectories, PlanConfig(data_parallel_size=4, merge_groups=MergeGroups.AUTO))
+    assert plan.forest.num_trees == 4
+    assert plan.split_loss_tokens == 0
+
+
+def test_merged_groups_are_spread_over_ranks() -> None:
+    """Eight groups on two ranks: one system prompt each, and four groups each."""
+    trajectories = with_system_prompt(8, 100)
+    plan = build_plan(trajectories, PlanConfig(data_parallel_size=2, merge_groups=MergeGroups.AUTO))
+    plan.assert_invariants(trajectories)
+    assert plan.rank_loads == (3.0 * (99 + 4 * 40),) * 2
+    assert plan.split_loss_tokens == 99
