@@ -78,7 +78,10 @@ def _shards(chunk: Any, groups: Groups) -> dict[torch.nn.Parameter, Tensor]:
         for bucket in buffer.buckets:
             length = bucket.grad_data.numel() // size
             low, high = rank * length, (rank + 1) * length
-            for parameter, (start, stop) in bucket.param_to_index.items():
-                if max(start, low) < min(stop, high):
-                    shards[parameter] = bucket.grad_data[max(start, low) : min(stop, high)]
+            for parameter in bucket.params:
+                # Not `bucket.param_to_index`, which leaves out the padding between parameters.
+                first, last, _ = buffer.param_index_map[parameter]
+                start, stop = max(first - bucket.offset, low), min(last - bucket.offset, high)
+                if start < stop:
+                    shards[parameter] = bucket.grad_data[start:stop]
     return shards

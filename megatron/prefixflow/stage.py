@@ -201,7 +201,8 @@ class StageRunner:
         size = self.tp_group.size() if sequence_parallel else 1
         num_local = alive.hidden.shape[0]
         full = grad_rows.new_zeros(num_local * size, grad_rows.shape[1])
-        full.index_copy_(0, alive.row_index, grad_rows)
+        # A position scored at several temperatures has several rows.
+        full.index_add_(0, alive.row_index, grad_rows)
         start = self.tp_group.rank() * num_local if sequence_parallel else 0
         return full[start : start + num_local].unsqueeze(1)
 

@@ -125,30 +125,20 @@ class StepRunner:
 def complete_logprobs(
     runner: StepRunner, plan: Plan, trajectories: Sequence[Trajectory], loss: LossConfig
 ) -> tuple[Trajectory, ...]:
-    """Fill in what the loss needs and the file lacks, scored by the model as it is now, for this rank's trajectories.
+    """Fill in the reference log-probabilities that a KL term needs and the file lacks, for this rank's trajectories.
 
-    `ref_logprobs` where there is a KL term; `old_logprobs` where only some trajectories bring them (absent everywhere, the
-    loss takes the policy at the start of the step as it is scored).
+    They are scored by the model as it is now. Missing `old_logprobs` need no pass: the policy at the start of the step is
+    what its own forwards score (`Objective`).
     """
     chosen = rank_trajectories(plan, runner.groups.data_rank)
-    names = [
-        name
-        for name, wanted in (
-            ("ref_logprobs", loss.needs_reference),
-            ("old_logprobs", any(trajectories[i].old_logprobs is not None for i in chosen)),
-        )
-        if wanted and any(getattr(trajectories[i], name) is None for i in chosen)
-    ]
+    missing = [i for i in chosen if trajectories[i].ref_logprobs is None]
     # Tensor-parallel peers hold the same trajectories, so they agree; data-parallel ranks share no collective here.
-    if not names:
+    if not loss.needs_reference or not missing:
         return tuple(trajectories)
     scored = runner.score(plan, trajectories).trajectory_logprobs()
     completed = list(trajectories)
-    for i in chosen:
-        for name in names:
-            if getattr(completed[i], name) is None:
-                filled: Any = {name: spread_logprobs(completed[i], scored[i])}
-                completed[i] = replace(completed[i], **filled)
+    for i in missing:
+        completed[i] = replace(completed[i], ref_logprobs=spread_logprobs(completed[i], scored[i]))
     return tuple(completed)
 
 
