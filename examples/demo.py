@@ -88,7 +88,7 @@ class Rollouts:
         self.options = options
         self.tokenizer = tokenizer
         self.sampler = Sampler(
-            trainer.model,
+            trainer.chunks[0],
             trainer.groups,
             trainer.job.kernel,
             vocab_size=args.vocab_size,
@@ -178,9 +178,10 @@ class Comparison:
     def _step(self, plan: Plan, trajectories: Sequence[Trajectory]) -> tuple[Objective, Seconds]:
         trainer = self.trainer
         cpu, wall = time.process_time(), time.perf_counter()
-        trainer.ddp.zero_grad_buffer()
+        for chunk in trainer.ddp:
+            chunk.zero_grad_buffer()
         objective = trainer.runner.forward_backward(plan, trajectories, trainer.loss)
-        reduce_gradients([trainer.ddp])
+        reduce_gradients(trainer.ddp)
         return objective, Seconds(time.process_time() - cpu, time.perf_counter() - wall)
 
     def _gradients(self) -> dict[str, torch.Tensor]:
@@ -192,9 +193,9 @@ class Comparison:
         runner = self.trainer.runner
         self.facts = {
             "computed_tokens": runner.num_computed_tokens,
-            "cache_reads": runner.cache.num_reads,
-            "peak_kv_bytes": runner.cache.peak_kv_bytes,
-            "peak_kv_gradient_bytes": runner.cache.peak_gradient_bytes,
+            "cache_reads": runner.caches[0].num_reads,
+            "peak_kv_bytes": runner.caches[0].peak_kv_bytes,
+            "peak_kv_gradient_bytes": runner.caches[0].peak_gradient_bytes,
         }
         differences = []
         for index, scored in objective.trajectory_logprobs().items():

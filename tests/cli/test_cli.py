@@ -42,7 +42,7 @@ def test_plan_json_has_the_names_of_the_interface(file: Path, capsys: pytest.Cap
     assert set(report["peak_bytes"]) == {"A", "B", "C"}
     assert len(report["rank_loads"]) == 3
     assert report["logical_tokens"] > report["computed_tokens"] > 0
-    assert 1.0 < report["predicted_speedup"]
+    assert report["predicted_speedup"] > 1.0
 
 
 def test_plan_counts_distinct_pairs_within_each_group(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

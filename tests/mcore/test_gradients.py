@@ -66,9 +66,10 @@ class Filled:
         self.args = args = arguments(layout)
         self.groups = start_session(parallel_layout(args), args.seed)
         config = transformer_config(args)
-        model = build_model(config, **gpt_model_kwargs(args))
+        (model,) = build_model(config, self.groups, **gpt_model_kwargs(args))
         self.whole = whole_gradients(model, args)
-        self.ddp = wrap_data_parallel(model, ddp_config(args))
+        self.model = wrap_data_parallel([model], ddp_config(args))
+        (self.ddp,) = self.model
         self.ddp.zero_grad_buffer()
         for name, parameter in model.named_parameters():
             parameter.main_grad.copy_(self._share(name, parameter))
@@ -86,7 +87,7 @@ class Filled:
         return shard * ((place + 1) / (number * (number + 1) / 2))
 
     def gathered(self) -> dict[str, Tensor]:
-        return full_gradients(self.ddp, self.groups, gated=True, vocab_size=self.args.vocab_size)
+        return full_gradients(self.model, self.groups, gated=True, vocab_size=self.args.vocab_size)
 
     @property
     def expected_norm(self) -> float:
@@ -144,7 +145,9 @@ def norm_of_few_large_and_many_small() -> float:
     """Error of the squared norm of gradients of 1 beside 1e-6: a float32 sum would lose the small ones."""
     args = parse_arguments(f"{MODEL} --dtype float64".split())
     groups = start_session(parallel_layout(args), args.seed)
-    ddp = wrap_data_parallel(build_model(transformer_config(args), **gpt_model_kwargs(args)), ddp_config(args))
+    (ddp,) = wrap_data_parallel(
+        build_model(transformer_config(args), groups, **gpt_model_kwargs(args)), ddp_config(args)
+    )
     for parameter in ddp.module.parameters():
         parameter.main_grad.fill_(1e-6)
     ddp.module.decoder.final_layernorm.weight.main_grad.fill_(1.0)
@@ -170,10 +173,10 @@ def load_and_gather(layout: str) -> float:
     """Whole values written as parameters and read back as gradients."""
     args = arguments(layout)
     groups = start_session(parallel_layout(args), args.seed)
-    model = build_model(transformer_config(args), **gpt_model_kwargs(args))
+    (model,) = build_model(transformer_config(args), groups, **gpt_model_kwargs(args))
     whole = whole_gradients(model, args)
-    load_full_parameters(model, whole, rank=groups.tensor.rank(), size=groups.tensor.size(), gated=True)
-    ddp = wrap_data_parallel(model, ddp_config(args))
+    load_full_parameters([model], whole, rank=groups.tensor.rank(), size=groups.tensor.size(), gated=True)
+    ddp = wrap_data_parallel([model], ddp_config(args))
     for parameter in model.parameters():
         parameter.main_grad.copy_(parameter.detach())
     return largest_error(full_gradients(ddp, groups, gated=True, vocab_size=args.vocab_size), whole)
@@ -181,13 +184,13 @@ def load_and_gather(layout: str) -> float:
 
 def load_incomplete(missing: str, shape: tuple[int, ...] | None) -> None:
     args = arguments("plain")
-    start_session(parallel_layout(args), args.seed)
-    model = build_model(transformer_config(args), **gpt_model_kwargs(args))
+    groups = start_session(parallel_layout(args), args.seed)
+    (model,) = build_model(transformer_config(args), groups, **gpt_model_kwargs(args))
     whole = whole_gradients(model, args)
     del whole[missing]
     if shape is not None:
         whole[missing] = torch.zeros(shape)
-    load_full_parameters(model, whole, rank=0, size=1, gated=True)
+    load_full_parameters([model], whole, rank=0, size=1, gated=True)
 
 
 @pytest.mark.parametrize("shape", [None, (7,)])

@@ -15,7 +15,7 @@ from megatron.prefixflow import parity, stage, step
 from megatron.prefixflow.parity import Case, Runner
 from megatron.prefixflow.positions import RotaryTable
 from megatron.prefixflow.spec import SequenceParallelNorm
-from megatron.prefixflow.stage import StageRunner
+from megatron.prefixflow.stage import LanguageModelHead, StageRunner
 from megatron.prefixflow.step import StepRunner
 from prefixflow.plan.slices import LocalSlice
 from prefixflow.ranges import Range
@@ -180,12 +180,12 @@ def recomputation_stores_again() -> None:
 def loss_is_divided_by_the_number_of_microbatches() -> None:
     run = StepRunner._run
 
-    def mutant(self, plan, trajectories, objective, table, *, training=True):
+    def mutant(self, plan, trajectories, objective, *, training):
         if training:
             number = len(plan.ranks[self.groups.data_rank])
             counts = objective._normalizer
             objective._normalizer = replace(counts, num_trajectories=counts.num_trajectories * number)
-        run(self, plan, trajectories, objective, table, training=training)
+        run(self, plan, trajectories, objective, training=training)
 
     patch(StepRunner, "_run", mutant)
 
@@ -240,14 +240,14 @@ def replicated_norms_are_not_reduced() -> None:
 
 def weights_of_the_first_step_stay() -> None:
     """State left over from the first step: only the second can show it."""
-    head = StageRunner._head
+    shard = LanguageModelHead._shard
     first: dict[torch.Size, torch.Tensor] = {}
 
     def mutant(self):
-        made = head(self)
+        made = shard(self)
         return replace(made, weight=first.setdefault(made.weight.shape, made.weight.clone()))
 
-    patch(StageRunner, "_head", mutant)
+    patch(LanguageModelHead, "_shard", mutant)
 
 
 MUTANTS: dict[Callable[[], None], str] = {

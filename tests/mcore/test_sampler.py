@@ -69,8 +69,8 @@ def _sampler(weights: str, *more: str) -> tuple[Any, Any, Any]:
     args = parse_arguments((*ARGV, *more))
     layout = parallel_layout(args)
     groups = start_session(layout, 1)
-    model = build_model(transformer_config(args), **gpt_model_kwargs(args))
-    load_full_parameters(model, load_file(weights), rank=groups.tensor_rank, size=layout.tp, gated=args.swiglu)
+    (model,) = build_model(transformer_config(args), groups, **gpt_model_kwargs(args))
+    load_full_parameters([model], load_file(weights), rank=groups.tensor_rank, size=layout.tp, gated=args.swiglu)
     sampler = Sampler(model, groups, AtenCpuKernel(), vocab_size=args.vocab_size, max_positions=200)
     return sampler, model, groups
 
@@ -170,7 +170,7 @@ def _score(weights: str, config: Any) -> list[float]:
     sampler, model, groups = _sampler(weights)
     responses = [r for group in sampler.sample(_prompts(), config) for r in group]
     made = [r.trajectory(advantage=1.0, temperature=config.scored_temperature) for r in responses]
-    runner = StepRunner(model, groups, sampler.kernel, vocab_size=512)
+    runner = StepRunner([model], groups, sampler.kernel, vocab_size=512)
     plan = build_plan(made, PlanConfig(48))
     assert plan.forest.num_shared_segments >= 2
     scored = runner.score(plan, made).trajectory_logprobs()

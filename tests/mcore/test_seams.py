@@ -238,7 +238,7 @@ def ddp_attributes() -> list[str]:
 
     # The weights of q and k norms have 16 elements each: the buffer pads between parameters.
     model = _Model(None, "--qk-layernorm").model
-    ddp = wrap_data_parallel(model, DistributedDataParallelConfig(use_distributed_optimizer=True))
+    (ddp,) = wrap_data_parallel([model], DistributedDataParallelConfig(use_distributed_optimizer=True))
     wrong = []
     for buffer in ddp.buffers:
         for bucket in buffer.buckets:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixflow.plan.cost import CostModel
+from prefixflow.plan.fold import SHARED_SEGMENT_OVERHEAD_TOKENS
 from prefixflow.plan.microbatch import Microbatch
 from prefixflow.plan.plan import (
-    SHARED_SEGMENT_OVERHEAD_TOKENS,
     Plan,
     PlanConfig,
     PrefixReuse,

@@ -57,7 +57,7 @@ def test_one_stage_is_lazy() -> None:
 
 def test_two_stages_by_hand() -> None:
     """W = 2: the last stage runs N(k) = 2, 3, 4, 5, 6, 6 forwards, the first one more."""
-    table = build_table(TWO_GROUPS, num_stages=2, policy=LeadPolicy.CONSTANT)
+    table = build_table(TWO_GROUPS, num_ranks=2, policy=LeadPolicy.CONSTANT)
     assert text(table) == [
         "F0 F1 F2 B1 F3 B2 F4 B0 F5 B4 B5 B3",
         "F0 F1 B1 F2 B2 F3 B0 F4 B4 F5 B5 B3",
@@ -77,7 +77,7 @@ def one_forward_one_backward(n: int, num_stages: int, stage: int) -> str:
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("policy", [*LeadPolicy, None])
 def test_flat_list_is_1f1b(n: int, num_stages: int, policy: LeadPolicy | None) -> None:
-    table = build_table([()] * n, num_stages=num_stages, policy=policy)
+    table = build_table([()] * n, num_ranks=num_stages, policy=policy)
     assert text(table) == [one_forward_one_backward(n, num_stages, s) for s in range(num_stages)]
 
 
@@ -94,7 +94,7 @@ def forwards_before_backwards(row: tuple[Op, ...]) -> list[int]:
     st.one_of(st.none(), st.integers(1, 30)),
 )
 def test_any_table_is_valid(reads: Reads, num_stages: int, policy: LeadPolicy | None, window: int | None) -> None:
-    table = build_table(reads, num_stages=num_stages, policy=policy, window=window)
+    table = build_table(reads, num_ranks=num_stages, policy=policy, window=window)
     validate(table)
     assert is_deadlock_free(table)
     assert OpTable.from_csv(table.to_csv(), reads) == table
@@ -131,7 +131,7 @@ def test_lead_is_at_most_the_depth(reads: Reads) -> None:
 @settings(max_examples=50, deadline=None)
 @given(forests(), st.integers(1, 4))
 def test_forward_table_is_valid(reads: Reads, num_stages: int) -> None:
-    table = build_forward_table(reads, num_stages=num_stages)
+    table = build_forward_table(reads, num_ranks=num_stages)
     validate(table, training=False)
     assert len(table.rows) == num_stages
 
@@ -140,7 +140,7 @@ def test_forward_table_is_valid(reads: Reads, num_stages: int) -> None:
 @given(batches(), configs(), st.integers(1, 4))
 def test_tables_of_plans_are_valid(trajectories: list[Trajectory], config: PlanConfig, num_stages: int) -> None:
     for rank in build_plan(trajectories, config).ranks:
-        table = build_table([m.reads for m in rank], num_stages=num_stages)
+        table = build_table([m.reads for m in rank], num_ranks=num_stages)
         validate(table)
         assert is_deadlock_free(table)
 
@@ -202,6 +202,6 @@ def test_a_broken_count_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_simulation_sees_a_deadlock() -> None:
     """A first stage that runs no forward more than the last one waits for it, and it for the first."""
-    table = build_table([()] * 3, num_stages=2)
+    table = build_table([()] * 3, num_ranks=2)
     swapped = replace(table, rows=(table_of("F0 B0 F1 B1 F2 B2").rows[0], table_of("", "F0 F1 B0 B1 F2 B2").rows[1]))
     assert not is_deadlock_free(swapped)
