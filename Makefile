@@ -48,10 +48,10 @@ demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -c pyproject.toml --rootdir . -q -m "not slow and not gpu" tests $(PYTEST_ARGS)
 
 test-slow: $(STAMP) model
-	$(BIN)/python -m pytest -q -m "slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -c pyproject.toml --rootdir . -q -m "slow and not gpu" tests $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

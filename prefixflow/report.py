@@ -156,7 +156,8 @@ def run_plan(options: argparse.Namespace) -> int:
 def _refuse_unbuilt(options: argparse.Namespace) -> None:
     for name, part in NOT_BUILT_YET.items():
         value = getattr(options, name)
-        if value not in (None, False, 1):
+        is_default = value is None or value is False or (value is not True and value == 1)
+        if not is_default:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} is not built yet: it belongs to {part}. Way out: leave it out.")
 

@@ -289,7 +289,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=1024, help="prefix + suffix of one trajectory")
     parser.add_argument("--groups", type=int, help="groups in a step (default: one a data-parallel rank)")
     parser.add_argument("--repeat", type=int, default=DEFAULT_REPEAT, help="alternating pairs")
-    parser.add_argument("--threads", type=int, default=1, help="threads a process (default 1: CPU time counts spinning)")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads a process (default 1: CPU time counts spinning)"
+    )
     parser.add_argument("--check-dense", action="store_true", help="dense against an unmodified model")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds a cell may take")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")

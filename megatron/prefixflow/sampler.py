@@ -20,6 +20,7 @@ Not covered: pipeline, context and expert parallelism.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -294,7 +295,7 @@ class _Wave:
         """The live responses of each prompt, with the prompt's block."""
         blocks = self._live // self._config.num_samples
         bounds = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(blocks)]
-        ranges = [Range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        ranges = [Range(a, b) for a, b in itertools.pairwise(bounds)]
         return tuple(CachedSlice(rows, (int(blocks[rows.start]),)) for rows in ranges)
 
     def responses(self) -> list[tuple[Response, ...]]:

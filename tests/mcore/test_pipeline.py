@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
 from megatron.prefixflow.arguments import (
     gpt_model_kwargs,
     loss_config,
@@ -20,7 +21,6 @@ from megatron.prefixflow.model import build_model
 from megatron.prefixflow.planning import plan_step
 from megatron.prefixflow.session import start_session
 from megatron.prefixflow.step import StepRunner
-
 from prefixflow.plan.plan import Plan
 from prefixflow.runtime.attention.kernels import select_kernel
 from prefixflow.runtime.world import World, WorldError

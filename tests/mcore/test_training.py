@@ -51,7 +51,7 @@ def run_steps(argv: Sequence[str], num_steps: int) -> tuple[dict[str, np.ndarray
 
     trainer = Trainer(prepare(argv, dist.get_world_size()))
     norms = [trainer.step().grad_norm for _ in range(num_steps)]
-    weights = {name: p.detach().double().numpy().copy() for name, p in trainer.model.named_parameters()}
+    weights = {name: p.detach().double().numpy().copy() for name, p in trainer.chunks[0].named_parameters()}
     return weights, norms
 
 

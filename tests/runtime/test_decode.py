@@ -38,9 +38,7 @@ def _slices(live: list[int]) -> tuple[CachedSlice, ...]:
     )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
-)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_decoding_is_attention_over_prompt_and_response(dtype: torch.dtype, limit: float) -> None:
     cache, stored = _prompt_cache(dtype)
     own = ResponseCache()
@@ -52,7 +50,9 @@ def test_decoding_is_attention_over_prompt_and_response(dtype: torch.dtype, limi
         if ending:
             own.keep(torch.tensor([place for place, r in enumerate(live) if r not in ending]))
             live = [r for r in live if r not in ending]
-        q, k, v = (_random(len(live), n, HEAD, seed=100 * step + n + s, dtype=dtype) for s, n in ((0, 6), (1, 2), (2, 2)))
+        q, k, v = (
+            _random(len(live), n, HEAD, seed=100 * step + n + s, dtype=dtype) for s, n in ((0, 6), (1, 2), (2, 2))
+        )
         context = DecodeContext(_slices(live), len(live), cache, own, AtenCpuKernel())
         out = context.attend(q, k, v, layer=7, scale=0.3)
         own.advance()

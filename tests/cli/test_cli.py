@@ -1,0 +1,142 @@
+"""The `prefixflow` command: what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefixflow.cli import main
+from prefixflow.testing.generate import Style, mixed_workload, two_level_groups
+from prefixflow.trajectories import write_trajectories
+
+PLAN_KEYS = {
+    "logical_tokens", "computed_tokens", "reuse_ratio", "depth", "shared_segments", "trajectories", "groups",
+    "microbatches", "dummy_microbatches", "lead", "predicted_speedup", "bound", "pipeline_efficiency", "rank_loads",
+    "peak_bytes", "digest",
+}  # fmt: skip
+BENCH_KEYS = {
+    "prefix_ratio", "group_size", "dense_s", "reuse_s", "speedup", "bound", "fraction_of_bound", "peak_dense_bytes",
+    "peak_reuse_bytes", "peak_phase_b_bytes", "peak_kv_bytes", "host_bytes", "n_body", "n_head",
+}  # fmt: skip
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mixed.jsonl"
+    write_trajectories(path, mixed_workload(style=Style(vocab_size=512)))
+    return path
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plan_json_has_the_names_of_the_interface(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = plan_json(capsys, str(file), "--model", "tiny", "--dp", "3", "--max-tokens", "32")
+    assert set(report) == PLAN_KEYS
+    assert set(report["peak_bytes"]) == {"A", "B", "C"}
+    assert len(report["rank_loads"]) == 3
+    assert report["logical_tokens"] > report["computed_tokens"] > 0
+    assert report["predicted_speedup"] > 1.0
+
+
+def test_plan_counts_distinct_pairs_within_each_group(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trajectories = mixed_workload(style=Style(vocab_size=512))
+    pairs = {(t.group, tuple(t.tokens[: k + 2])) for t in trajectories for k in range(len(t.tokens) - 1)}
+    report = plan_json(capsys, str(file), "--model", "tiny", "--max-tokens", "16")
+    assert report["computed_tokens"] == len(pairs)
+    assert report["logical_tokens"] == sum(len(t.tokens) - 1 for t in trajectories)
+
+
+def test_plan_predicts_a_pipeline(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flat = plan_json(capsys, str(file), "--model", "tiny")
+    piped = plan_json(capsys, str(file), "--model", "tiny", "--pp", "4")
+    assert flat["pipeline_efficiency"] == 1.0
+    assert 0.3 < piped["pipeline_efficiency"] < 1.0
+    assert piped["microbatches"] > flat["microbatches"]
+
+
+def test_plan_prints_a_table(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(file), "--model", "tiny"]) == 0
+    text = capsys.readouterr().out
+    assert "computed of" in text
+    assert "bound" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--cp", "2"], "context parallelism"),
+        (["--ep", "2"], "mixture of experts"),
+        (["--memory-budget-gib", "3"], "memory plan"),
+        (["--capacity"], "memory plan"),
+        (["--html", "x.html"], "schedule page"),
+    ],
+)
+def test_plan_refuses_by_name_what_is_not_built(
+    file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+) -> None:
+    assert main(["plan", str(file), *arguments]) == 2
+    message = capsys.readouterr().err
+    assert arguments[0] in message
+    assert part in message
+
+
+def test_plan_names_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "prefixflow.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_bench_json_has_the_names_of_the_interface() -> None:
+    done = run(
+        "bench", "sweep", "--model", "tiny", "--prefix-ratio", "0.75", "--group-size", "3", "--tokens", "96",
+        "--max-tokens", "128", "--repeat", "1", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (line,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert set(line) >= BENCH_KEYS
+    assert line["prefix_ratio"] == 0.75
+    assert line["group_size"] == 3
+    assert line["peak_kv_bytes"] > 0
+    assert line["microbatches_reuse"] > 1
+    assert 1.0 < line["bound"] < 3.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["bench", "sweep", "--prefix-ratio", "x"], "--prefix-ratio"),
+        (["bench", "sweep", "--prefix-ratio", "1.0"], "--prefix-ratio"),
+        (["bench", "sweep", "--tokens", "8192", "--max-tokens", "512"], "token budget"),
+        (["parity", "/nonexistent.jsonl"], "/nonexistent.jsonl"),
+        (["parity", "/nonexistent.jsonl", "--cp", "2"], "context-parallel"),
+    ],
+)
+def test_commands_refuse_before_a_world_starts(arguments: list[str], named: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_parity_command_succeeds_and_fails(tmp_path: Path) -> None:
+    style = Style(vocab_size=512)
+    shared, lonely = tmp_path / "shared.jsonl", tmp_path / "lonely.jsonl"
+    write_trajectories(shared, two_level_groups(1, 3, 12, 4, style=style))
+    write_trajectories(lonely, two_level_groups(2, 1, 12, 4, style=style))
+    for path, status in ((shared, 0), (lonely, 1)):
+        done = run("parity", str(path), "--model", "tiny", "--dtype", "float64", "--json")
+        assert done.returncode == status, done.stderr
+        result = json.loads(done.stdout.splitlines()[-1])
+        assert result["ok"] == (status == 0)
+    assert "nothing was shared" in " ".join(result["reasons"])
