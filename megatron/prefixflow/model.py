@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -59,7 +58,3 @@ def wrap_data_parallel(
             "leave average_in_collective off."
         )
     return tuple(DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks)
-
-
-def parameter_dtype(model: torch.nn.Module) -> torch.dtype:
-    return next(model.parameters()).dtype

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
+from torch.func import functional_call
 
 from megatron.prefixflow.params import MicrobatchParams
 from megatron.prefixflow.positions import RotaryTable
@@ -155,6 +156,18 @@ class StageRunner:
             rotary_pos_emb=self._rotary.rows(positions, num_positions),
             packed_seq_params=MicrobatchParams.of(context),
         )
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Embeddings [T, 1, h] ([T/tp, 1, h] under sequence parallelism) of tokens and positions [1, T]."""
+        embedding = self.model.embedding
+        inputs = {"input_ids": tokens, "position_ids": positions}
+        weight = embedding.word_embeddings.weight
+        if weight.is_cuda or weight.dtype in (torch.float32, torch.float64):
+            return embedding(**inputs)
+        # On the CPU torch sums the gradients of a token's occurrences in the weight's dtype, and a packed microbatch has
+        # many of one token: sum them in float32 and round once.
+        wide = functional_call(embedding, {"word_embeddings.weight": weight.float()}, kwargs=inputs)
+        return wide.to(weight.dtype)
 
     def _release(self, microbatch: Microbatch) -> None:
         """Drop K/V that no later operation reads: this was the last use for those whose count reaches zero."""

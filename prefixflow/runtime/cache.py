@@ -123,27 +123,6 @@ class KVCache:
                 + "; a backward did not reach the K/V of every layer of the microbatch that wrote it"
             )
 
-    def free(self, block: int, discard_gradients: bool = False) -> None:
-        """Drop a block in all layers.
-
-        Raises CacheError for gradients that nobody took, unless they are discarded on purpose.
-        """
-        if block not in self._keys_values:
-            raise CacheError(f"free of block {block}: {self._absence(block)}")
-        waiting = self._gradients.get(block, {})
-        if waiting and not discard_gradients:
-            raise CacheError(
-                f"free of block {block}: its gradients of layers {sorted(waiting)} were not taken "
-                "and would be lost; run the backward of the microbatch that wrote it first, or "
-                "pass discard_gradients=True"
-            )
-        self._gradients.pop(block, None)
-        self._count(
-            kv_bytes=-sum(map(_num_bytes, self._keys_values.pop(block).values())),
-            gradient_bytes=-sum(map(_num_bytes, waiting.values())),
-        )
-        self._freed.add(block)
-
     def assert_empty(self) -> None:
         """Raise naming what is left: called at the end of a step."""
         if not self.live_blocks:

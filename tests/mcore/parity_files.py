@@ -62,6 +62,7 @@ def write_files(folder: Path) -> dict[str, str]:
         "groups-near": near_policy(groups),
         "chains": stepwise_chains(seed=3, style=STYLE),
         "deep": trees(1, 4, 2, (2, 9), seed=4, style=STYLE),
+        "few-words": two_level_groups(4, 8, (40, 50), (30, 40), seed=10, style=Style(vocab_size=3)),
         "edges": edge_cases(seed=5, style=STYLE),
         "temperatures": with_temperatures(near_policy(trees(2, 3, 2, seed=6, style=STYLE))),
         "two-groups": two_level_groups(2, 3, seed=7, style=STYLE),

@@ -115,6 +115,8 @@ FLOAT32 = [
     ("mixed", f"{QWEN_LIKE} --max-tokens 64 --tp 2 --sequence-parallel --dp 2 --use-distributed-optimizer"),
 ]
 BFLOAT16 = [
+    # One microbatch with hundreds of occurrences of each token.
+    ("few-words", f"{TINY} --max-tokens 4096 --policy-loss sft"),
     ("groups", f"{TINY} --max-tokens 16"),
     ("mixed-near", f"{TINY} --max-tokens 256 --recompute full"),
     ("groups", f"{TINY} --max-tokens 64 --tp 2 --sequence-parallel"),

@@ -154,7 +154,8 @@ def shared(tree: Tree, tensors: Tensors, scale: float, kernel: AttentionKernel, 
         contexts[index].operation = Operation.BACKWARD
         outs[index].backward(_joined(tree, tree.microbatches[index], tensors.dout))
         for block, _ in contexts[index].writes:
-            cache.free(block)
+            cache.release(block)
+            cache.close(block)
     cache.assert_empty()
     results = [outs, *([x[i].grad for x in inputs] for i in range(3))]
     return [_by_segment(tree, xs) for xs in results]  # type: ignore[arg-type]

@@ -93,7 +93,7 @@ def test_bytes_and_counters(cache: KVCache) -> None:
     assert cache.gradient_bytes == 5 * per_token
     cache.take_gradient(0, 7)
     cache.take_gradient(0, 9)
-    cache.free(7)
+    cache.release(7)
     assert (cache.kv_bytes, cache.gradient_bytes) == (2 * 2 * per_token, 0)
     assert (cache.peak_kv_bytes, cache.peak_gradient_bytes) == (10 * per_token, 5 * per_token)
     assert cache.peak_bytes == 15 * per_token
@@ -108,15 +108,15 @@ def test_second_write_is_refused(cache: KVCache) -> None:
 
 
 def test_freed_block_cannot_be_used(cache: KVCache) -> None:
-    cache.free(7)
+    cache.release(7)
     with pytest.raises(CacheError, match=r"write of block 7, layer 0: the block was freed"):
         cache.write(0, 7, block(3, 0), block(3, 0))
     with pytest.raises(CacheError, match=r"read of block 7, layer 1: the block was freed"):
         cache.read(1, (9, 7))
     with pytest.raises(CacheError, match=r"add_gradient of block 7, layer 0: the block was freed"):
         cache.add_gradient(0, (7,), block(3, 0), block(3, 0))
-    with pytest.raises(CacheError, match=r"free of block 7: the block was freed"):
-        cache.free(7)
+    with pytest.raises(CacheError, match=r"release of block 7: the block was freed"):
+        cache.release(7)
 
 
 def test_unknown_block_or_layer_is_named(cache: KVCache) -> None:
@@ -135,27 +135,35 @@ def test_wrong_shapes_are_refused(cache: KVCache) -> None:
 
 def test_gradients_cannot_be_lost_by_freeing(cache: KVCache) -> None:
     cache.add_gradient(1, (7,), block(3, 1), block(3, 1))
-    with pytest.raises(CacheError, match=r"free of block 7: its gradients of layers \[1\]"):
-        cache.free(7)
+    cache.release(7)
     assert 7 in cache.live_blocks
-    cache.free(7, discard_gradients=True)
+    with pytest.raises(CacheError, match=r"close of block 7.* gradients of layers \[1\] are left"):
+        cache.close(7)
+    cache.take_gradient(1, 7)
+    cache.close(7)
     assert cache.gradient_bytes == 0
 
 
+def test_block_that_is_still_read_cannot_be_closed(cache: KVCache) -> None:
+    with pytest.raises(CacheError, match=r"close of block 7.* not released"):
+        cache.close(7)
+
+
 def test_leftovers_are_named_at_the_end_of_a_step(cache: KVCache) -> None:
-    cache.free(9)
+    cache.release(9)
     cache.add_gradient(1, (7,), block(3, 1), block(3, 1))
     with pytest.raises(CacheError, match=r"blocks \[7\] .* took: 7 \(layers \[1\]\)"):
         cache.assert_empty()
     with pytest.raises(CacheError, match="still holds"):
         cache.begin_step()
-    cache.free(7, discard_gradients=True)
+    cache.take_gradient(1, 7)
+    cache.release(7)
     cache.assert_empty()
 
 
 def test_ids_can_be_used_again_in_the_next_step(cache: KVCache) -> None:
-    cache.free(7)
-    cache.free(9)
+    cache.release(7)
+    cache.release(9)
     cache.begin_step()
     cache.write(0, 7, block(3, 0), block(3, 0))
     assert (cache.num_writes, cache.peak_kv_bytes) == (1, cache.kv_bytes)
