@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from prefixflow.importer import add_import_arguments, run_import
 from prefixflow.report import add_plan_arguments, run_plan
@@ -24,7 +24,7 @@ BINDING_COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in BINDING_COMMANDS:
-        return _run_binding(arguments[0], arguments[1:])
+        _run_binding(arguments[0], arguments[1:])
     parser = argparse.ArgumentParser(prog="prefixflow", description="Train with each shared prefix computed once.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     importing = commands.add_parser("import", help="turn prompts or messages into a trajectory file")
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _run_binding(command: str, arguments: Sequence[str]) -> int:
+def _run_binding(command: str, arguments: Sequence[str]) -> NoReturn:
     environment = {
         # Megatron's jit fusions would be compiled on the CPU, about 20 s a process.
         "TORCHDYNAMO_DISABLE": "1",
@@ -48,7 +48,8 @@ def _run_binding(command: str, arguments: Sequence[str]) -> int:
         **os.environ,
     }
     module = f"megatron.prefixflow.{command}"
-    return subprocess.call([sys.executable, "-m", module, *arguments], env=environment)
+    # Replaces this process, so that a signal reaches the one that holds the world.
+    os.execve(sys.executable, [sys.executable, "-m", module, *arguments], environment)
 
 
 if __name__ == "__main__":

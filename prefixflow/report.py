@@ -156,15 +156,28 @@ def run_plan(options: argparse.Namespace) -> int:
 def _refuse_unbuilt(options: argparse.Namespace) -> None:
     for name, part in NOT_BUILT_YET.items():
         value = getattr(options, name)
-        is_default = value is None or value is False or (value is not True and value == 1)
-        if not is_default:
+        # Sizes of one are the default; of the other flags every value asks for the missing part.
+        is_size = name in ("cp", "ep", "etp")
+        if value not in (None, False) and not (is_size and value == 1):
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} is not built yet: it belongs to {part}. Way out: leave it out.")
+
+
+def _check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
+    """Layouts that a run would refuse."""
+    for what, number, flag, parts in (
+        ("attention heads", shape.num_attention_heads, "--tp", layout.tp),
+        ("K/V groups", shape.num_query_groups, "--tp", layout.tp),
+        ("layers", shape.num_layers, "--pp times --vpp", layout.pp * layout.vpp),
+    ):
+        if number % parts:
+            raise ValueError(f"{shape.name} has {number} {what}, which {flag} {parts} does not divide evenly.")
 
 
 def _report(options: argparse.Namespace) -> PlanReport:
     shape = ModelShape.load(options.model)
     layout = ParallelLayout(tp=options.tp, pp=options.pp, vpp=options.vpp, dp=options.dp)
+    _check_layout(shape, layout)
     trajectories = read_trajectories(options.file, vocab_size=shape.vocab_size, max_positions=shape.max_positions)
     config = PlanConfig(
         max_tokens_per_microbatch=options.max_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,6 +68,9 @@ def _derive_token_budget(values: dict[str, Any], given: Mapping[str, Any]) -> No
 
 def _derive_layout(values: dict[str, Any], training: bool, warnings: list[str]) -> None:
     tp, pp = values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]
+    for dest in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        if values[dest] < 1:
+            raise ArgumentsError(f"{flag_of(dest)} is {values[dest]}, expected at least 1.")
     if values["expert_tensor_parallel_size"] is None:
         dense = values["num_experts"] is None
         values["expert_tensor_parallel_size"] = 1 if dense or not training else tp
@@ -234,6 +238,16 @@ def _validate_loss(values: Mapping[str, Any]) -> None:
         raise ArgumentsError(f"--temperature is {temperature}, expected more than 0.")
 
 
+def _validate_numbers(values: Mapping[str, Any]) -> None:
+    """Numbers that torch or Megatron would take without a word, or refuse after the model is built."""
+    for dest in ("lr", "min_lr", "weight_decay", "clip_grad", "adam_eps", "init_method_std"):
+        value = values[dest]
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ArgumentsError(f"{flag_of(dest)} is {value}, expected a finite number of at least 0.")
+    if not 0 <= values["seed"] < 2**32:
+        raise ArgumentsError(f"--seed is {values['seed']}, expected a number from 0 to 2^32 - 1.")
+
+
 def _validate_training(values: Mapping[str, Any]) -> None:
     if values["lr"] is not None and values["min_lr"] > values["lr"]:
         raise ArgumentsError(f"--min-lr {values['min_lr']} is more than --lr {values['lr']}.")
@@ -263,6 +277,7 @@ def validate(values: Mapping[str, Any], given: Mapping[str, Any], training: bool
     _validate_experts(values, given)
     _validate_recomputation(values)
     _validate_loss(values)
+    _validate_numbers(values)
     if training:
         _validate_training(values)
 

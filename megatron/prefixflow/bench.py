@@ -300,8 +300,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _job(options: argparse.Namespace, rest: Sequence[str]) -> Job:
-    argv = ("--model", "small", *rest) if "--model" not in rest else tuple(rest)
+    # Later arguments win, so a model that is given replaces this one.
+    argv = ("--model", "small", *rest)
     args = parse_arguments(argv, training=False)
+    _check_options(options)
     layout = parallel_layout(args)
     cells: tuple[Cell, ...] = ()
     if options.file == "sweep" or options.check_dense:
@@ -311,7 +313,7 @@ def _job(options: argparse.Namespace, rest: Sequence[str]) -> Job:
             for size in _numbers(options.sweep_group_size, int, "--group-size")
         )
         for cell in cells:
-            _check_cell(cell)
+            _check_cell(cell, args.max_position_embeddings)
     file = None if options.file == "sweep" else options.file
     job = Job(argv, file, cells, options.repeat, options.threads)
     for trajectories in [c.trajectories(args.vocab_size, args.seed) for c in cells] or [_read(job, args)]:
@@ -321,7 +323,20 @@ def _job(options: argparse.Namespace, rest: Sequence[str]) -> Job:
     return job
 
 
-def _check_cell(cell: Cell) -> None:
+def _check_options(options: argparse.Namespace) -> None:
+    for name in ("repeat", "threads", "tokens", "groups"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} is {value}, expected at least 1.")
+    if options.plot and not Path(options.plot).absolute().parent.is_dir():
+        raise ValueError(f"--plot {options.plot}: its folder does not exist.")
+
+
+def _check_cell(cell: Cell, max_positions: int) -> None:
+    if cell.num_tokens - 1 > max_positions:
+        raise ValueError(f"--tokens {cell.num_tokens} needs more than the model's {max_positions} positions.")
+    if not 0 < cell.prefix_ratio < 1:
+        raise ValueError(f"--prefix-ratio {cell.prefix_ratio}: expected a number between 0 and 1.")
     num_prefix = round(cell.prefix_ratio * cell.num_tokens)
     if not 0 < num_prefix < cell.num_tokens or cell.group_size < 1:
         raise ValueError(

@@ -32,6 +32,7 @@ from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import build_plan
 from prefixflow.runtime.attention.kernels import AttentionKernel, select_kernel
 from prefixflow.runtime.loss import LossConfig
+from prefixflow.trajectories import trajectory_files
 from prefixflow.trajectories.types import Trajectory
 
 
@@ -93,15 +94,22 @@ def _check_packages(argv: Sequence[str]) -> None:
 
 
 def _check_outputs(args: Arguments) -> None:
+    """Output files must be writable places, and never a file that is read."""
+    inputs = {file.resolve() for file in trajectory_files(args.trajectories)}
     for name, path in (
         ("--metrics-file", args.metrics_file),
         ("--logprobs-only", args.logprobs_only),
+        ("--trace-file", args.trace_file),
     ):
-        if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        if path is None:
+            continue
+        if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
             raise ArgumentsError(
                 f"{name} {path}: expected the name of a file in a folder that exists. Create the folder, or "
                 "name another file."
             )
+        if Path(path).resolve() in inputs:
+            raise ArgumentsError(f"{name} {path} is a trajectory file that is read; name another file.")
 
 
 def _check_schedule(args: Arguments) -> None:

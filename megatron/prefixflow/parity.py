@@ -466,7 +466,7 @@ def _failures(result: dict[str, Any], prefix_reuse: str) -> list[str]:
     reasons = []
     if result["grad_norm"] == 0:
         reasons.append("the whole reference gradient is zero, so nothing was compared")
-    if prefix_reuse != "off" and result["shared_segments"] == 0:
+    if prefix_reuse == "on" and result["shared_segments"] == 0:
         reasons.append("nothing was shared although reuse was asked for (--prefix-reuse off compares dense)")
     if result["computed_tokens"] != result["planned_tokens"]:
         reasons.append(f"{result['computed_tokens']} tokens were computed, the plan says {result['planned_tokens']}")
@@ -547,18 +547,24 @@ def run(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="prefixflow parity", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="prefixflow parity",
+        description=__doc__,
+        allow_abbrev=False,
+        epilog="Every argument of pretrain_rl.py that changes the computation is taken too (docs/arguments.md): --model, "
+        "--dtype, --tp, --pp, --dp, --max-tokens, --recompute, --policy-loss, ... Default: --prefix-reuse on.",
+    )
     parser.add_argument("file", help="trajectory file")
     parser.add_argument("--dump", help="folder for weights, gradients and log-probabilities")
     parser.add_argument("--cases", help="file with one set of arguments a line, each a case")
     parser.add_argument("--json", action="store_true", help="one JSON object a case")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds a case may take")
     options, rest = parser.parse_known_args(argv)
-    cases = [Case(options.file, tuple(_defaults() + rest + more), options.dump) for more in _lines(options.cases)]
     try:
+        lines = _lines(options.cases)
+        cases = [Case(options.file, tuple(_defaults() + rest + more), options.dump) for more in lines]
         for case in cases:
-            # Plans need no process group: input that cannot run is refused before a world starts.
-            build_plan(_read(case, case.arguments), plan_config(case.arguments))
+            _check(case)
     except (ArgumentsError, ValueError, OSError) as error:
         print(f"prefixflow parity: {error}", file=sys.stderr)
         return 2
@@ -574,6 +580,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if ok else 1
 
 
+def _check(case: Case) -> None:
+    """Refuse what cannot run before a world starts: plans need no process group."""
+    args = case.arguments
+    trajectories = _read(case, args)
+    build_plan(trajectories, plan_config(args))
+    lacking = [t.id for t in trajectories if t.rollout_logprobs is None]
+    if loss_config(args).tis_cap is not None and lacking:
+        raise ValueError(f"--tis-cap needs rollout_logprobs, and trajectory {lacking[0]!r} of {case.file} brings none.")
+
+
 def _defaults() -> list[str]:
     return ["--prefix-reuse", "on"]
 
@@ -581,8 +597,11 @@ def _defaults() -> list[str]:
 def _lines(path: str | None) -> list[list[str]]:
     if path is None:
         return [[]]
-    lines = Path(path).read_text().splitlines()
-    return [shlex.split(line, comments=True) for line in lines if shlex.split(line, comments=True)]
+    lines = [shlex.split(line, comments=True) for line in Path(path).read_text().splitlines()]
+    found = [line for line in lines if line]
+    if not found:
+        raise ValueError(f"--cases {path}: expected a set of arguments on each line, found none.")
+    return found
 
 
 def _print(case: Case, result: dict[str, Any], *, as_json: bool) -> None:

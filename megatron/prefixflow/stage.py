@@ -146,7 +146,7 @@ class StageRunner:
         hidden = None
         if received is None:
             tokens = self._tensor(arrays.tokens).unsqueeze(0)
-            hidden = self.model.embedding(input_ids=tokens, position_ids=positions.unsqueeze(0))
+            hidden = self._embed(tokens, positions.unsqueeze(0))
         else:
             self.model.set_input_tensor(received)
         num_positions = int(arrays.positions.max()) + 1
