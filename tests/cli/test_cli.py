@@ -87,6 +87,22 @@ def test_plan_refuses_by_name_what_is_not_built(
     assert part in message
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tp", "3"], "8 attention heads"),
+        (["--tp", "8"], "4 K/V groups"),
+        (["--pp", "3"], "4 layers"),
+        (["--memory-budget-gib", "1"], "memory plan"),
+    ],
+)
+def test_plan_refuses_what_cannot_run(
+    file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(["plan", str(file), "--model", "tiny", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_plan_names_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl" in capsys.readouterr().err
@@ -118,7 +134,11 @@ def test_bench_json_has_the_names_of_the_interface() -> None:
         (["bench", "sweep", "--prefix-ratio", "x"], "--prefix-ratio"),
         (["bench", "sweep", "--prefix-ratio", "1.0"], "--prefix-ratio"),
         (["bench", "sweep", "--tokens", "8192", "--max-tokens", "512"], "token budget"),
+        (["bench", "sweep", "--repeat", "0"], "--repeat"),
+        (["bench", "sweep", "--prefix-ratio", "inf"], "--prefix-ratio"),
+        (["bench", "sweep", "--model=tiny", "--tokens", "99999"], "--tokens"),
         (["parity", "/nonexistent.jsonl"], "/nonexistent.jsonl"),
+        (["parity", "x", "--cases", "/dev/null"], "--cases"),
         (["parity", "/nonexistent.jsonl", "--cp", "2"], "context-parallel"),
     ],
 )

@@ -546,6 +546,12 @@ def test_token_budget(argv, tokens):
         ("--kl-coef nan", "kl_coef"),
         ("--clip-high -1", "clip range"),
         ("--temperature 0", "--temperature is 0.0"),
+        ("--pp 0", "--pipeline-model-parallel-size is 0"),
+        ("--tp -1", "--tensor-model-parallel-size is -1"),
+        ("--lr nan", "--lr is nan"),
+        ("--weight-decay inf", "--weight-decay is inf"),
+        ("--clip-grad nan", "--clip-grad is nan"),
+        ("--seed -1", "--seed is -1"),
         ("--policy-loss sft --tis-cap 2", "tis_cap"),
     ],
 )

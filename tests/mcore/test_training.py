@@ -451,6 +451,14 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path: Path, worlds: Wor
 # --- whole programs --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("flag", ["--metrics-file", "--logprobs-only", "--trace-file"])
+def test_an_output_never_replaces_an_input(worlds: Worlds, file: Path, flag: str, tmp_path: Path) -> None:
+    before = file.read_bytes()
+    for path, status in ((file, 2), (tmp_path / "none" / "x", 2)):
+        assert worlds[1].run(run_main, [*arguments(file), flag, str(path)])[0][0] == status
+    assert file.read_bytes() == before
+
+
 def launch(*command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     return subprocess.run(
