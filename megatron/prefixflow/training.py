@@ -365,13 +365,11 @@ class Trainer(Scorer):
             )
 
     def _completed(self, plan: Plan, trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
-        """Fill in old log-probabilities by the present weights, and reference ones by the initial weights."""
-        present = dataclasses.replace(self.loss, kl_coef=0.0)
-        completed = complete_logprobs(self.runner, plan, trajectories, present)
+        """Fill in missing reference log-probabilities by the initial weights."""
         if self._reference is None:
-            return completed
+            return tuple(trajectories)
         with self._reference.installed():
-            return complete_logprobs(self.runner, plan, completed, self.loss)
+            return complete_logprobs(self.runner, plan, trajectories, self.loss)
 
     def _update(self, norm: float) -> None:
         args = self.job.args

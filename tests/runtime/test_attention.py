@@ -111,8 +111,8 @@ def test_bfloat16_sums_over_slices_are_float32() -> None:
     for tree in (in_graph, cached):
         got = shared(tree, tensors, 0.2, AtenCpuKernel(), KVCache())
         for ours, theirs, truth in zip(got[2:], naive[2:], exact[2:], strict=True):
-            # About 0.26 was seen; the naive path rounds 64 times, so half of it is out of reach for a sum in bfloat16.
-            assert distance(ours[:1], truth[:1]) < 0.5 * distance(theirs[:1], truth[:1])
+            # The naive path rounds 64 times.
+            assert distance(ours[:1], truth[:1]) < 0.3 * distance(theirs[:1], truth[:1])
 
 
 def distance(got: list[Tensor], exact: list[Tensor]) -> float:
