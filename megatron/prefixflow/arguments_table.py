@@ -509,7 +509,12 @@ OUR_ROWS: tuple[Row, ...] = (
         arity=Arity.FLAG,
     ),
     _ours("--logprobs-only", str, None, "write log-probabilities to this file and stop"),
-    _ours("--calibrate", str, None, "measure kernels and write their costs to this file"),
+    _ours(
+        "--calibrate",
+        str,
+        None,
+        "plan by the measured costs in this file; where it does not exist, measure and write it",
+    ),
     _ours("--verify-steps", int, 0, "compare the first N steps with a dense run"),
     _ours("--metrics-file", str, None, "one JSON object a step"),
     _ours("--trace-file", str, None, "timeline of operations"),
@@ -1172,7 +1177,6 @@ NOT_BUILT_YET: tuple[NotBuilt, ...] = (
         --ckpt-step --finetune --no-save-optim --no-save-rng --no-load-optim --no-load-rng
         --use-checkpoint-args --exit-on-missing-checkpoint --ref-load --export-hf-every""",
     ),
-    *_not_built("calibration", _given, "--calibrate"),
     *_not_built("comparison with a dense run while training", _given, "--verify-steps"),
 )
 """Parts that are still to come. Delete an entry when its part is built."""

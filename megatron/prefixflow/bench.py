@@ -1,7 +1,8 @@
 """`prefixflow bench`: dense against reuse, alternating in one run, next to the FLOPs bound.
 
 Both sides run the same model, kernels, token budget, recomputation and LM-head rows through the same code; the dense side
-packs several whole trajectories a microbatch and shares nothing. One measurement is forward-backward and gradient
+packs several whole trajectories a microbatch and shares nothing. The other side shares all there is, or what
+`--prefix-reuse` says: `auto` shows that sharing is never slower, `off` how far two equal sides lie apart. One measurement is forward-backward and gradient
 reduction of the whole batch. With one process CPU time is taken, which another program on the machine disturbs least; with
 several, wall time. Each pair gives one ratio and the median is reported. Memory comes from a run of its own.
 """
@@ -37,12 +38,20 @@ from megatron.prefixflow.arguments import (
     shape_of,
     transformer_config,
 )
+from megatron.prefixflow.calibration import (
+    OperationTimer,
+    check_calibration,
+    describe,
+    fit_calibration,
+    is_measuring,
+)
 from megatron.prefixflow.gradients import reduce_gradients
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.model import build_model, wrap_data_parallel
 from megatron.prefixflow.planning import plan_step
 from megatron.prefixflow.session import start_session
 from megatron.prefixflow.step import StepRunner
+from prefixflow.plan.calibrate import Calibration, Measurement
 from prefixflow.plan.plan import Plan, PrefixReuse, build_plan
 from prefixflow.runtime.attention.kernels import select_kernel
 from prefixflow.runtime.memory import LiveBytes
@@ -54,6 +63,7 @@ from prefixflow.trajectories.types import Trajectory
 
 DEFAULT_REPEAT = 5
 DENSE_LIMIT = 1.05
+CALIBRATION_BUDGET_DIVISORS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +134,12 @@ class Bench:
             max_response_tokens=self.args.max_response_length,
         )
         self.loss = loss_config(self.args)
+        self.measurements: list[Measurement] = []
 
-    def plan(self, trajectories: Sequence[Trajectory], reuse: str) -> Plan:
-        config = plan_config(self.args.replace(prefix_reuse=reuse), self.layout)
+    def plan(self, trajectories: Sequence[Trajectory], reuse: str, max_tokens: int | None = None) -> Plan:
+        max_tokens = max_tokens or self.args.max_tokens_per_microbatch
+        args = self.args.replace(prefix_reuse=reuse, max_tokens_per_microbatch=max_tokens)
+        config = plan_config(args, self.layout)
         return plan_step(trajectories, config, self.loss)
 
     def step(self, plan: Plan, trajectories: Sequence[Trajectory]) -> None:
@@ -138,9 +151,11 @@ class Bench:
     def measure(self, trajectories: Sequence[Trajectory], repeat: int) -> dict[str, Any]:
         """The interface's JSON object for these trajectories (without the cell's own fields)."""
         dense = self.plan(trajectories, "off")
-        reuse = self.plan(trajectories, "on")
+        reuse = self.plan(trajectories, self.args.prefix_reuse)
         sides = [lambda: self.step(dense, trajectories), lambda: self.step(reuse, trajectories)]
         pairs = alternate(sides, repeat, self.device, wall=dist.get_world_size() > 1)
+        if is_measuring(self.args):
+            self._calibrate(trajectories)
         speedup = statistics.median(d / r for d, r in pairs)
         shape = shape_of(self.args)
         return {
@@ -159,6 +174,21 @@ class Bench:
             "microbatches_reuse": reuse.num_microbatches,
             "spread": [min(d / r for d, r in pairs), max(d / r for d, r in pairs)],
         }
+
+    def _calibrate(self, trajectories: Sequence[Trajectory]) -> None:
+        """Measure the operations of steps with and without reuse, under several budgets: mixed sizes tell rates apart."""
+        longest = max(map(len, trajectories))
+        for divisor in CALIBRATION_BUDGET_DIVISORS:
+            budget = self.args.max_tokens_per_microbatch // divisor
+            for reuse in (PrefixReuse.OFF, PrefixReuse.ON) if budget >= longest else (PrefixReuse.ON,):
+                plan = self.plan(trajectories, reuse.value, budget)
+                timer = OperationTimer(plan, self.groups.data_rank, trajectories)
+                self.runner.observe = timer
+                try:
+                    self.step(plan, trajectories)
+                finally:
+                    self.runner.observe = None
+                self.measurements += timer.measurements
 
     def _memory(self, dense: Plan, reuse: Plan, trajectories: Sequence[Trajectory]) -> dict[str, int]:
         """Peak bytes above weights, gradients and optimizer, largest over ranks."""
@@ -241,6 +271,12 @@ def run_cell(job: Job, index: int) -> dict[str, Any]:
     return {**head, **bench.measure(trajectories, job.repeat)}
 
 
+def run_fit(job: Job) -> Calibration:
+    """The calibration of what `run_cell` has measured before."""
+    bench = _bench(job)
+    return fit_calibration(bench.measurements, bench.args, bench.layout)
+
+
 _current: tuple[Job, Bench] | None = None
 
 
@@ -300,11 +336,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _job(options: argparse.Namespace, rest: Sequence[str]) -> Job:
-    # Later arguments win, so a model that is given replaces this one.
-    argv = ("--model", "small", *rest)
+    # Later arguments win, so what is given replaces these.
+    argv = ("--model", "small", "--prefix-reuse", PrefixReuse.ON.value, *rest)
     args = parse_arguments(argv, training=False)
     _check_options(options)
     layout = parallel_layout(args)
+    check_calibration(args, layout)
     cells: tuple[Cell, ...] = ()
     if options.file == "sweep" or options.check_dense:
         cells = tuple(
@@ -374,6 +411,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(json.dumps(result), flush=True)
             else:
                 console.print(f"{_label(result)}: {result['speedup']:.2f}x of {result['bound']:.2f}")
+        if is_measuring(job.arguments):
+            calibration = world.run(run_fit, job, timeout_s=options.timeout)[0]
+            calibration.save(job.arguments.calibrate)
+            console.print(describe(calibration))
     if not options.json:
         Console().print(_table(results))
     if options.plot:

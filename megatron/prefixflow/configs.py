@@ -18,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.prefixflow.arguments_checks import loss_options
 from megatron.prefixflow.arguments_result import Arguments, shape_of
 from megatron.prefixflow.arguments_spec import ArgumentsError
+from megatron.prefixflow.calibration import measured_costs
 from prefixflow.plan.cost import CostModel
 from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import MergeGroups, PlanConfig, PrefixReuse
@@ -48,7 +49,6 @@ def parallel_layout(args: Arguments, world_size: int | None = None) -> ParallelL
 def plan_config(args: Arguments, parallel: ParallelLayout | None = None) -> PlanConfig:
     """What planning needs; `parallel` is by default the smallest layout."""
     parallel = parallel or parallel_layout(args)
-    shape = shape_of(args)
     pads = args.sequence_parallel or parallel.cp > 1
     return PlanConfig(
         max_tokens_per_microbatch=args.max_tokens_per_microbatch,
@@ -58,11 +58,8 @@ def plan_config(args: Arguments, parallel: ParallelLayout | None = None) -> Plan
         num_chunks=parallel.vpp,
         prefix_reuse=PrefixReuse(args.prefix_reuse),
         merge_groups=MergeGroups(args.merge_groups),
-        cost=CostModel(
-            linear=shape.body_flops_per_token,
-            head=shape.head_flops_per_row,
-            attention=shape.attention_flops_per_pair,
-        ),
+        cost=CostModel.of_shape(shape_of(args)),
+        measured=measured_costs(args, parallel),
     )
 
 

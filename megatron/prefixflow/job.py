@@ -25,6 +25,7 @@ from megatron.prefixflow.arguments import (
     scheduler_options,
     startup_lines,
 )
+from megatron.prefixflow.calibration import check_calibration
 from megatron.prefixflow.configs import has_transformer_engine
 from megatron.prefixflow.data import group_batches, load_trajectories
 from megatron.prefixflow.device import torch_device
@@ -76,6 +77,7 @@ def prepare(argv: Sequence[str], world_size: int) -> Job:
     if args.hf_model:
         importlib.import_module("megatron.prefixflow.bridge")
     _check_outputs(args)
+    check_calibration(args, layout)
     if not args.logprobs_only:
         _check_schedule(args)
     trajectories = load_trajectories(args)
@@ -100,6 +102,7 @@ def _check_outputs(args: Arguments) -> None:
         ("--metrics-file", args.metrics_file),
         ("--logprobs-only", args.logprobs_only),
         ("--trace-file", args.trace_file),
+        ("--calibrate", args.calibrate),
     ):
         if path is None:
             continue

@@ -96,16 +96,17 @@ class OpTimes:
 
     @contextmanager
     def __call__(self, op: Op) -> Iterator[None]:
-        begin = _now_s()
+        begin = now_s()
         yield
-        seconds = _now_s() - begin
+        seconds = now_s() - begin
         if op.kind is Kind.FORWARD:
             self.forward_s += seconds
         else:
             self.backward_s += seconds
 
 
-def _now_s() -> float:
+def now_s() -> float:
+    """Seconds of a clock that goes on only when the device has done all that was launched."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -52,6 +52,7 @@ from megatron.prefixflow.arguments import (
     scheduler_options,
     transformer_config,
 )
+from megatron.prefixflow.calibration import OperationTimer, describe, fit_calibration, is_measuring
 from megatron.prefixflow.data import BatchPlace
 from megatron.prefixflow.gradients import clip_gradients, gradient_norm, reduce_gradients
 from megatron.prefixflow.job import Job, prepare
@@ -68,6 +69,7 @@ from megatron.prefixflow.model import build_model, wrap_data_parallel
 from megatron.prefixflow.planning import plan_step
 from megatron.prefixflow.session import start_session
 from megatron.prefixflow.step import StepRunner, complete_logprobs, spread_logprobs
+from prefixflow.plan.calibrate import Measurement
 from prefixflow.plan.plan import Plan
 from prefixflow.runtime.objective import Objective
 from prefixflow.runtime.trace import OperationTrace, together, write_trace
@@ -302,6 +304,8 @@ class Trainer(Scorer):
         self.num_steps = 0
         self.warnings: list[str] = []
         self.trace = OperationTrace(self.groups.data_rank)
+        self.measurements: list[Measurement] = []
+        self.calibrates = is_measuring(args)
         self._work: BatchWork | None = None
         lacks_reference = any(t.ref_logprobs is None for t in job.trajectories)
         needs_reference = self.loss.needs_reference and lacks_reference
@@ -323,7 +327,7 @@ class Trainer(Scorer):
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        objective = self.runner.forward_backward(work.plan, work.trajectories, self.loss)
+        objective = self._forward_backward(work)
         num_computed_tokens = self.runner.num_computed_tokens
         reduce_gradients(self.ddp)
         norm = gradient_norm(self.ddp, self.groups)
@@ -344,6 +348,27 @@ class Trainer(Scorer):
         seconds, peak = largest([time.perf_counter() - begin, torch.cuda.max_memory_allocated()], self.device)
         facts = UpdateFacts(self.num_steps, norm, lr, seconds, round(peak))
         return step_metrics(facts, sums, work.plan, work.trajectories)
+
+    def _forward_backward(self, work: BatchWork) -> Objective:
+        """Forward and backward of the step; its operations are measured where `--calibrate` has still to write its file."""
+        if not self.calibrates:
+            return self.runner.forward_backward(work.plan, work.trajectories, self.loss)
+        timer = OperationTimer(work.plan, self.groups.data_rank, work.trajectories)
+        assert self.runner.observe is not None
+        self.runner.observe = together(self.runner.observe, timer)
+        objective = self.runner.forward_backward(work.plan, work.trajectories, self.loss)
+        if self.num_steps == 1:
+            # The first step pays for what is done once; it counts only where there is no other.
+            self.measurements.clear()
+        self.measurements += timer.measurements
+        return objective
+
+    def write_calibration(self, path: str) -> str:
+        """Write what the operations of all ranks cost; rank 0 writes, and all get a line that says what was found."""
+        calibration = fit_calibration(self.measurements, self.job.args, self.job.layout)
+        if dist.get_rank() == 0:
+            calibration.save(path)
+        return describe(calibration)
 
     def _prepared(self, place: BatchPlace) -> BatchWork:
         """The work of this step: kept from the update before on the same batch, else planned."""
@@ -415,3 +440,5 @@ def train(job: Job, console: Console) -> None:
             progress.advance(task)
     if args.trace_file is not None:
         trainer.write_trace(args.trace_file)
+    if trainer.calibrates:
+        console.print(trainer.write_calibration(args.calibrate))

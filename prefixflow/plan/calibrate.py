@@ -1,133 +1,148 @@
 """Refine the cost model by measured operations.
 
-Strategy: an operation's predicted features are, per stage, its tokens, attended pairs and LM-head rows (with the factors
-of training on backwards), 1 for the operation itself and the number of its attention slices. Their non-negative
-least-squares coefficients on the measured seconds are seconds per unit; dividing by the seconds per token gives a
-`CostModel` whose unit is one forward token of the body. Rows are weighted by 1 / seconds, so that long operations do not
-drown short ones.
+Strategy: forwards and backwards are fitted apart. What an operation has to do (`Work`: tokens, attended pairs, LM-head
+rows, attention slices, merged queries) and 1 for the operation itself are the columns; their non-negative least-squares
+coefficients on the measured seconds are seconds per unit. Rows are weighted by 1 / seconds, so that long operations do
+not drown short ones: the residual is a relative error.
 
-A feature that never varies apart from the others gets 0 (its share goes to those), so measure batches of mixed lengths.
+A column that never varies apart from the others gets 0 (its share goes to those), so measure batches of mixed lengths. The
+layer that a microbatch without rows leaves out is not known to `Work`; it shows in the residual.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from prefixflow.forest.forest import Forest
-from prefixflow.plan.cost import ATTENTION_TRAINING_FACTOR, LINEAR_TRAINING_FACTOR, CostModel, attended_pairs
-from prefixflow.plan.microbatch import Microbatch
+from prefixflow.plan.cost import MeasuredCosts, Rates
+from prefixflow.plan.shapes import ModelShape
+from prefixflow.plan.work import Work
+from prefixflow.trajectories.files import atomic_write
 
-FEATURES = ("tokens", "pairs", "rows", "operations", "slices")
+
+@dataclass(frozen=True, slots=True)
+class MeasuredOn:
+    """What the seconds of a calibration hold for.
+
+    model: digest of the model's shape. layout: the ways in which a microbatch is divided among ranks.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    layout: str
+    recompute: str
+
+
+def shape_digest(shape: ModelShape) -> str:
+    """Equal for two shapes that differ in name only."""
+    return hashlib.sha256(repr(replace(shape, name="")).encode()).hexdigest()[:16]
+
+
+def layout_key(tensor_parallel: int, context_parallel: int) -> str:
+    return f"tp {tensor_parallel} cp {context_parallel}"
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One operation and its time. Counts are of the whole microbatch; `body_share` is the stage's part of the body.
-
-    rows: LM-head rows, 0 but on the last stage.
-    """
+    """An operation on a stage that is the whole model, and its time."""
 
     is_backward: bool
-    tokens: int
-    pairs: float
-    rows: int
-    slices: int
-    body_share: float
+    work: Work
     seconds: float
 
-    @classmethod
-    def of(
-        cls,
-        forest: Forest,
-        microbatch: Microbatch,
-        rows: Sequence[int],
-        seconds: float,
-        *,
-        is_backward: bool,
-        stage: int = 0,
-        num_stages: int = 1,
-    ) -> Measurement:
-        """The measurement of one operation on `stage`; `rows[i]` head rows in segment i."""
-        return cls(
-            is_backward=is_backward,
-            tokens=microbatch.num_tokens,
-            pairs=sum(attended_pairs(forest.segments[s].span) for s in microbatch.segments),
-            rows=sum(rows[s] for s in microbatch.segments) if stage == num_stages - 1 else 0,
-            slices=len(microbatch.local) + len(microbatch.cached),
-            body_share=1 / num_stages,
-            seconds=seconds,
-        )
-
-    def features(self) -> tuple[float, ...]:
-        """In the order of `FEATURES`; a backward counts as many forwards as it costs."""
-        linear = LINEAR_TRAINING_FACTOR - 1 if self.is_backward else 1.0
-        attention = ATTENTION_TRAINING_FACTOR - 1 if self.is_backward else 1.0
-        share = self.body_share
-        return (
-            linear * share * self.tokens,
-            attention * share * self.pairs,
-            linear * self.rows,
-            1.0,
-            self.slices * share,
-        )
+    def columns(self) -> tuple[float, ...]:
+        """In the order of the fields of `Rates`."""
+        work = self.work
+        return (work.tokens, work.pairs, work.rows, work.slices, work.merged, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Seconds per unit of each feature: forward token, attended pair, LM-head row, operation, attention slice."""
+    """Measured costs with their origin.
 
-    token_s: float
-    pair_s: float
-    row_s: float
-    operation_s: float
-    slice_s: float
+    num_operations: how many were measured. residual_forward, residual_backward: root mean square of the relative errors
+    of the predicted times.
+    """
+
+    costs: MeasuredCosts
+    measured_on: MeasuredOn
+    date: str
+    num_operations: int
+    residual_forward: float
+    residual_backward: float
 
     @classmethod
-    def fit(cls, measurements: Sequence[Measurement]) -> Calibration:
+    def fit(cls, measurements: Sequence[Measurement], measured_on: MeasuredOn, date: str) -> Calibration:
         """Raises ValueError where nothing was measured or no time depends on tokens."""
-        timed = [m for m in measurements if m.seconds > 0]
-        if not timed:
-            raise ValueError("Calibration needs measured operations, got none; run at least one step.")
-        weight = 1.0 / np.array([m.seconds for m in timed])
-        design = np.array([m.features() for m in timed]) * weight[:, None]
-        scale = np.maximum(np.abs(design).max(axis=0), np.finfo(float).tiny)
-        found = cls(*(nonnegative_least_squares(design / scale, np.ones(len(timed))) / scale).tolist())
-        if found.token_s <= 0:
+        forward, residual_forward = _fit([m for m in measurements if not m.is_backward], "forward")
+        backward, residual_backward = _fit([m for m in measurements if m.is_backward], "backward")
+        costs = MeasuredCosts(forward, backward)
+        return cls(costs, measured_on, date, len(measurements), residual_forward, residual_backward)
+
+    def costs_for(self, expected: MeasuredOn, path: str | Path) -> MeasuredCosts:
+        """The costs, for a run as `expected`; `path` names the file in the error.
+
+        Raises ValueError naming each property in which the run differs from what was measured.
+        """
+        pairs = ((f.name, getattr(self.measured_on, f.name), getattr(expected, f.name)) for f in fields(MeasuredOn))
+        differing = [f"{name} {measured!r}, here {here!r}" for name, measured, here in pairs if measured != here]
+        if differing:
             raise ValueError(
-                f"Calibration found no time per token in {len(timed)} operations; measure more operations, of "
-                "different lengths."
+                f"{path}: the calibration was measured with {'; '.join(differing)}. Name a file that does not exist, "
+                "to measure anew, or leave --calibrate out."
             )
-        return found
-
-    def cost_model(self) -> CostModel:
-        """Relative costs, in forward tokens of the body."""
-        return CostModel(linear=1.0, head=self.row_s / self.token_s, attention=self.pair_s / self.token_s)
-
-    @property
-    def operation_tokens(self) -> float:
-        """Forward-token equivalents of one operation's overhead."""
-        return self.operation_s / self.token_s
+        return self.costs
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        with atomic_write(path) as file:
+            file.write((json.dumps(asdict(self), indent=1) + "\n").encode())
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
         """Raises ValueError for a file that `save` did not write."""
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-            found = cls(**{name: float(value) for name, value in values.items()})
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            names = ", ".join(cls.__dataclass_fields__)
-            raise ValueError(f"{path}: expected a JSON object of {names} in seconds, got {error}.") from error
-        if found.token_s <= 0 or min(asdict(found).values()) < 0:
-            raise ValueError(f"{path}: seconds must not be negative, and token_s is positive; calibrate anew.")
+            values: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+            costs = MeasuredCosts(*(_rates(values["costs"][name]) for name in ("forward_s", "backward_s")))
+            measured_on = MeasuredOn(**{name: str(value) for name, value in values["measured_on"].items()})
+            found = cls(**{**values, "costs": costs, "measured_on": measured_on})
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{path}: expected a calibration as `prefixflow bench --calibrate` writes it, got "
+                f"{type(error).__name__}: {error}. Measure anew into another file."
+            ) from error
         return found
+
+
+def _rates(values: dict[str, Any]) -> Rates:
+    rates = Rates(**{name: float(value) for name, value in values.items()})
+    if not rates.token > 0 or not all(np.isfinite(v) and v >= 0 for v in asdict(rates).values()):
+        raise ValueError(f"seconds must be finite and not negative, and those of a token positive, got {values}")
+    return rates
+
+
+def _fit(measurements: Sequence[Measurement], kind: str) -> tuple[Rates, float]:
+    """Rates and the root mean square of the relative errors."""
+    timed = [m for m in measurements if m.seconds > 0]
+    if not timed:
+        raise ValueError(f"Calibration needs measured {kind} operations, got none; run at least one step.")
+    weight = 1.0 / np.array([m.seconds for m in timed])
+    design = np.array([m.columns() for m in timed]) * weight[:, None]
+    scale = np.maximum(np.abs(design).max(axis=0), np.finfo(float).tiny)
+    found = nonnegative_least_squares(design / scale, np.ones(len(timed))) / scale
+    rates = Rates(*found.tolist())
+    if rates.token <= 0:
+        raise ValueError(
+            f"Calibration found no time per token in {len(timed)} {kind} operations; measure more operations, of "
+            "different lengths."
+        )
+    return rates, float(np.sqrt(np.mean((design @ found - 1.0) ** 2)))
 
 
 def nonnegative_least_squares(design: np.ndarray, target: np.ndarray) -> np.ndarray:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from prefixflow.forest.forest import Forest, renumber
-from prefixflow.plan.cost import CostModel
+from prefixflow.plan.cost import Costs
 from prefixflow.ranges import Range
 
 
-def chunk_segments(forest: Forest, max_tokens: int, cost: CostModel) -> Forest:
+def chunk_segments(forest: Forest, max_tokens: int, cost: Costs) -> Forest:
     """The same forest with no segment longer than `max_tokens`; pieces of a segment form a chain."""
     rows: list[tuple[int | None, int, Range, tuple[int, ...]]] = []
     last_piece: list[int] = []

@@ -1,24 +1,22 @@
 """Fold shared segments that save less than they cost into their children.
 
 A shared segment of n tokens with k branches (children, and trajectories that end in it) saves (k - 1) n computed tokens
-and costs a slice that every branch reads and merges. Folding is exact: each branch gets the tokens itself. Decided from
-the leaves up, since a folded child gives its branches to its parent.
+and costs a slice, and the merging of it into each token below that does not continue it directly. Folding is exact: each
+branch gets the tokens itself. Decided from the leaves up, since a folded child gives its branches to its parent.
 """
 
 from __future__ import annotations
 
 from prefixflow.forest.forest import Forest, renumber
+from prefixflow.plan.cost import UNMEASURED_SHARING, SharingOverhead
 from prefixflow.ranges import Range
 
-# What one more shared segment costs its readers, in tokens of work (measured: benchmarks/README.md).
-SHARED_SEGMENT_OVERHEAD_TOKENS = 16
 
-
-def fold_small_segments(forest: Forest, overhead_tokens: int = SHARED_SEGMENT_OVERHEAD_TOKENS) -> Forest:
-    """The forest without shared segments that save at most `overhead_tokens`."""
+def fold_small_segments(forest: Forest, overhead: SharingOverhead = UNMEASURED_SHARING) -> Forest:
+    """The forest without shared segments that save no more than they cost."""
     children = forest.children()
     ends = [_ending(forest, s, children[s]) for s in range(len(forest.segments))]
-    folded = _choose(forest, children, ends, overhead_tokens)
+    folded = _choose(forest, children, ends, overhead)
     if not any(folded):
         return forest
     rows: list[tuple[int | None, int, Range, tuple[int, ...]]] = []
@@ -40,15 +38,26 @@ def fold_small_segments(forest: Forest, overhead_tokens: int = SHARED_SEGMENT_OV
     return Forest(renumber(rows), forest.num_trees, forest.lengths, forest.omitted)
 
 
-def _choose(forest: Forest, children: list[list[int]], ends: list[tuple[int, ...]], overhead_tokens: int) -> list[bool]:
+def _choose(
+    forest: Forest, children: list[list[int]], ends: list[tuple[int, ...]], overhead: SharingOverhead
+) -> list[bool]:
     folded = [False] * len(forest.segments)
     num_branches = [1] * len(forest.segments)
+    # Tokens below a segment, and those of its first branch, which stand right behind it and need no merging.
+    below = [0] * len(forest.segments)
+    first_run = [0] * len(forest.segments)
     for segment in reversed(forest.segments):
-        if not segment.is_shared or not children[segment.id]:
+        index = segment.id
+        below[index] = sum(below[c] + len(forest.segments[c]) for c in children[index])
+        if children[index]:
+            first = children[index][0]
+            first_run[index] = len(forest.segments[first]) + first_run[first]
+        if not segment.is_shared or not children[index]:
             continue
-        branches = sum(num_branches[c] if folded[c] else 1 for c in children[segment.id])
-        num_branches[segment.id] = branches + bool(ends[segment.id])
-        folded[segment.id] = (num_branches[segment.id] - 1) * len(segment) <= overhead_tokens
+        branches = sum(num_branches[c] if folded[c] else 1 for c in children[index])
+        num_branches[index] = branches + bool(ends[index])
+        cost = overhead.segment_tokens + overhead.merge_tokens * (below[index] - first_run[index])
+        folded[index] = (num_branches[index] - 1) * len(segment) <= cost
     return folded
 
 

@@ -25,7 +25,7 @@ from prefixflow.forest import Forest, build_forest, may_share, merged_labels
 from prefixflow.plan import microbatch as packing
 from prefixflow.plan.batch import MicrobatchArrays, microbatch_arrays, segment_row_counts
 from prefixflow.plan.chunk import chunk_segments
-from prefixflow.plan.cost import CostModel
+from prefixflow.plan.cost import CostModel, Costs, MeasuredCosts
 from prefixflow.plan.fold import fold_small_segments
 from prefixflow.plan.microbatch import Microbatch, pack_microbatches, with_dummies
 from prefixflow.plan.placement import place_forest, place_trees
@@ -59,7 +59,8 @@ class PlanConfig:
 
     max_tokens_per_microbatch counts physical tokens, padding included; token_multiple is what a microbatch is padded
     to (tensor-parallel size under sequence parallelism). With num_chunks model chunks on each of pipeline_size ranks
-    (interleaved stages), dummies fill the number of microbatches to a multiple of pipeline_size.
+    (interleaved stages), dummies fill the number of microbatches to a multiple of pipeline_size. `cost` are FLOPs, which
+    give the bound; `measured` costs, where there are any, decide in their place.
     """
 
     max_tokens_per_microbatch: int = DEFAULT_MAX_TOKENS
@@ -70,6 +71,7 @@ class PlanConfig:
     prefix_reuse: PrefixReuse = PrefixReuse.ON
     merge_groups: MergeGroups = MergeGroups.OFF
     cost: CostModel = field(default_factory=CostModel)
+    measured: MeasuredCosts | None = None
 
     def __post_init__(self) -> None:
         for name in ("data_parallel_size", "token_multiple", "pipeline_size", "num_chunks"):
@@ -83,6 +85,11 @@ class PlanConfig:
             )
 
     @property
+    def deciding(self) -> Costs:
+        """The costs that folding, cutting, placement and the choice of microbatch sizes go by."""
+        return self.measured or self.cost
+
+    @property
     def usable_tokens(self) -> int:
         """The budget, rounded down to whole multiples."""
         return self.max_tokens_per_microbatch - self.max_tokens_per_microbatch % self.token_multiple
@@ -92,7 +99,9 @@ class PlanConfig:
 class Plan:
     """`ranks[d]` are the microbatches of data-parallel rank d, in forward order; `trees[d]` its trees.
 
-    split_loss_tokens, split_loss_flops: what is computed again because a tree was split over ranks.
+    rank_loads: predicted cost of each rank; baseline_rank_load: of the most loaded one without reuse. They are in the unit
+    of the deciding costs. reuse_flops: of the forest before splits. split_loss_tokens, split_loss: positions, and their
+    predicted cost, that are computed again because a tree was split over ranks.
     """
 
     config: PlanConfig
@@ -100,24 +109,24 @@ class Plan:
     trees: tuple[tuple[int, ...], ...]
     ranks: tuple[tuple[Microbatch, ...], ...]
     rank_loads: tuple[float, ...]
+    baseline_rank_load: float
     baseline_flops: float
-    baseline_rank_flops: float
+    reuse_flops: float
     num_fallback_groups: int
     split_loss_tokens: int
-    split_loss_flops: float
+    split_loss: float
     digest: str
 
     @property
     def bound(self) -> float:
         """Dense FLOPs over reuse FLOPs, splits left out: what reuse can win at most (design notes, 'Measuring')."""
-        reuse_flops = sum(self.rank_loads) - self.split_loss_flops
-        return self.baseline_flops / reuse_flops if reuse_flops else 1.0
+        return self.baseline_flops / self.reuse_flops if self.reuse_flops else 1.0
 
     @property
     def predicted_speedup(self) -> float:
-        """The same ratio on the most loaded rank of each side."""
+        """Predicted cost of the most loaded rank without reuse over that with it."""
         busiest = max(self.rank_loads, default=0.0)
-        return self.baseline_rank_flops / busiest if busiest else 1.0
+        return self.baseline_rank_load / busiest if busiest else 1.0
 
     @property
     def num_microbatches(self) -> int:
@@ -182,16 +191,18 @@ class _Scores:
 class Sharing:
     """What is shared and on which rank, before segments are cut and packed: what does not depend on the token budget.
 
-    dense_loads: training FLOPs of each trajectory run by itself.
+    dense_loads: predicted cost of each trajectory run by itself. The other figures are those of `Plan`.
     """
 
     forest: Forest
     trees: tuple[tuple[int, ...], ...]
     rank_loads: tuple[float, ...]
     dense_loads: tuple[float, ...]
+    baseline_flops: float
+    reuse_flops: float
     num_fallback_groups: int
     split_loss_tokens: int
-    split_loss_flops: float
+    split_loss: float
 
 
 def build_plan(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: Collection[int] = ()) -> Plan:
@@ -232,7 +243,7 @@ def _shared(
     forest = build_forest(trajectories, omit=omit, labels=labels) if is_worth_a_trie else dense
     if config.prefix_reuse is PrefixReuse.ON:
         return _placed(forest, dense, 0, trajectories, config)
-    folded = fold_small_segments(forest)
+    folded = fold_small_segments(forest, config.deciding.sharing)
     num_fallback_groups = len(_sharing_groups(forest, trajectories) - _sharing_groups(folded, trajectories))
     return _placed(folded, dense, num_fallback_groups, trajectories, config)
 
@@ -240,23 +251,27 @@ def _shared(
 def _placed(
     forest: Forest, dense: Forest, num_fallback_groups: int, trajectories: Sequence[Trajectory], config: PlanConfig
 ) -> Sharing:
-    dense_costs = _segment_costs(dense, trajectories, config.cost)
-    costs = dense_costs if forest is dense else _segment_costs(forest, trajectories, config.cost)
+    dense_rows = segment_row_counts(dense, trajectories)
+    rows = dense_rows if forest is dense else segment_row_counts(forest, trajectories)
+    costs = config.deciding.segment_costs(forest, rows)
     placement = place_forest(forest, costs, config.data_parallel_size)
-    is_split = placement.forest is not forest
-    placed_costs = _segment_costs(placement.forest, trajectories, config.cost) if is_split else costs
+    placed, placed_costs = placement.forest, costs
+    if placed is not forest:
+        placed_costs = config.deciding.segment_costs(placed, segment_row_counts(placed, trajectories))
     rank_of = {tree: rank for rank, trees in enumerate(placement.trees) for tree in trees}
     loads = [0.0] * config.data_parallel_size
-    for segment, cost in zip(placement.forest.segments, placed_costs, strict=True):
+    for segment, cost in zip(placed.segments, placed_costs, strict=True):
         loads[rank_of[segment.tree]] += cost
     return Sharing(
-        forest=placement.forest,
+        forest=placed,
         trees=placement.trees,
         rank_loads=tuple(loads),
-        dense_loads=tuple(dense_costs),
+        dense_loads=tuple(config.deciding.segment_costs(dense, dense_rows)),
+        baseline_flops=config.cost.forest_flops(dense, dense_rows),
+        reuse_flops=config.cost.forest_flops(forest, rows),
         num_fallback_groups=num_fallback_groups,
-        split_loss_tokens=placement.forest.computed_tokens - forest.computed_tokens,
-        split_loss_flops=sum(placed_costs) - sum(costs) if is_split else 0.0,
+        split_loss_tokens=placed.computed_tokens - forest.computed_tokens,
+        split_loss=sum(placed_costs) - sum(costs),
     )
 
 
@@ -264,7 +279,7 @@ def pack_plan(trajectories: Sequence[Trajectory], config: PlanConfig, sharing: S
     """Cut long segments and pack microbatches under the configuration's budget."""
     forest = sharing.forest
     if config.prefix_reuse is not PrefixReuse.OFF:
-        forest = chunk_segments(forest, config.usable_tokens, config.cost)
+        forest = chunk_segments(forest, config.usable_tokens, config.deciding)
     ranks = tuple(
         with_dummies(
             pack_microbatches(forest, t, max_tokens=config.usable_tokens, multiple=config.token_multiple),
@@ -280,23 +295,18 @@ def pack_plan(trajectories: Sequence[Trajectory], config: PlanConfig, sharing: S
         trees=sharing.trees,
         ranks=ranks,
         rank_loads=sharing.rank_loads,
-        baseline_flops=sum(sharing.dense_loads),
-        baseline_rank_flops=max(sum(sharing.dense_loads[t] for t in rank) for rank in dense_placement),
+        baseline_rank_load=max(sum(sharing.dense_loads[t] for t in rank) for rank in dense_placement),
+        baseline_flops=sharing.baseline_flops,
+        reuse_flops=sharing.reuse_flops,
         num_fallback_groups=sharing.num_fallback_groups,
         split_loss_tokens=sharing.split_loss_tokens,
-        split_loss_flops=sharing.split_loss_flops,
+        split_loss=sharing.split_loss,
         digest=_digest(config, forest, ranks, trajectories),
     )
 
 
 def _sharing_groups(forest: Forest, trajectories: Sequence[Trajectory]) -> set[str]:
     return {trajectories[m].group for segment in forest.segments if segment.is_shared for m in segment.members}
-
-
-def _segment_costs(forest: Forest, trajectories: Sequence[Trajectory], cost: CostModel) -> list[float]:
-    """Training FLOPs of each segment."""
-    rows = segment_row_counts(forest, trajectories)
-    return [cost.training_flops(s.span, num_rows) for s, num_rows in zip(forest.segments, rows, strict=True)]
 
 
 def _refuse_long(dense: Forest, trajectories: Sequence[Trajectory], config: PlanConfig) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from prefixflow.plan.batch import segment_row_counts
+from prefixflow.plan.cost import Costs
 from prefixflow.plan.plan import Plan, PlanConfig, PrefixReuse, pack_plan, share_prefixes
 from prefixflow.schedule.predict import StageCosts
 from prefixflow.schedule.simulate import Timeline
@@ -46,15 +47,15 @@ def plan_pipeline(trajectories: Sequence[Trajectory], config: PlanConfig, *, omi
     return plan
 
 
-def stage_costs(plan: Plan, data_rank: int, rows: Sequence[int]) -> StageCosts:
-    """FLOPs of one data-parallel rank's microbatches per stage; `rows[i]` head rows of segment i."""
+def stage_costs(plan: Plan, data_rank: int, rows: Sequence[int], costs: Costs) -> StageCosts:
+    """Costs of one data-parallel rank's microbatches per stage; `rows[i]` head rows of segment i."""
     num_stages = plan.config.pipeline_size * plan.config.num_chunks
-    return StageCosts.of(plan.forest, plan.ranks[data_rank], rows, plan.config.cost, num_stages)
+    return StageCosts.of(plan.forest, plan.ranks[data_rank], rows, costs, num_stages)
 
 
 def predicted_timeline(plan: Plan, data_rank: int, rows: Sequence[int]) -> Timeline:
     """Simulated step of one data-parallel rank's pipeline; `rows[i]` head rows of segment i."""
-    return stage_costs(plan, data_rank, rows).timeline(rank_table(plan, data_rank))
+    return stage_costs(plan, data_rank, rows, plan.config.deciding).timeline(rank_table(plan, data_rank))
 
 
 def rank_table(plan: Plan, data_rank: int, *, training: bool = True) -> OpTable:
@@ -65,7 +66,7 @@ def rank_table(plan: Plan, data_rank: int, *, training: bool = True) -> OpTable:
 
 
 def max_makespan(plan: Plan, trajectories: Sequence[Trajectory]) -> float:
-    """Makespan of the slowest data-parallel rank, in FLOPs of one pipeline rank."""
+    """Makespan of the slowest data-parallel rank, in the unit of the deciding costs."""
     rows = segment_row_counts(plan.forest, trajectories)
     return max(predicted_timeline(plan, rank, rows).makespan for rank in range(len(plan.ranks)))
 
@@ -73,5 +74,5 @@ def max_makespan(plan: Plan, trajectories: Sequence[Trajectory]) -> float:
 def max_bottleneck(plan: Plan, trajectories: Sequence[Trajectory]) -> float:
     """FLOPs of the busiest pipeline rank of the most loaded data-parallel rank: no bubble, no overhead."""
     rows = segment_row_counts(plan.forest, trajectories)
-    costs = [stage_costs(plan, rank, rows) for rank in range(len(plan.ranks))]
+    costs = [stage_costs(plan, rank, rows, plan.config.cost) for rank in range(len(plan.ranks))]
     return max(c.bottleneck(plan.config.pipeline_size) for c in costs)

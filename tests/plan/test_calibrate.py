@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -11,12 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixflow.plan.batch import segment_row_counts
-from prefixflow.plan.calibrate import Calibration, Measurement, nonnegative_least_squares
-from prefixflow.plan.cost import CostModel
-from prefixflow.plan.plan import PlanConfig, build_plan
+from prefixflow.plan.calibrate import (
+    Calibration,
+    MeasuredOn,
+    Measurement,
+    nonnegative_least_squares,
+    shape_digest,
+)
+from prefixflow.plan.cost import Costs, MeasuredCosts, Rates
+from prefixflow.plan.plan import PlanConfig, PrefixReuse, build_plan
+from prefixflow.plan.shapes import ModelShape
+from prefixflow.plan.work import Work
 from tests.plan.groups import batch_of
 
-TRUTH = Calibration(token_s=1e-5, pair_s=1e-9, row_s=1e-4, operation_s=1e-3, slice_s=1e-4)
+FORWARD = Rates(token=1e-5, pair=1e-9, row=1e-4, slice=1e-4, merge=1e-6, operation=1e-3)
+BACKWARD = Rates(token=3e-5, pair=4e-9, row=2e-4, slice=3e-4, merge=3e-6, operation=2e-3)
+TRUTH = MeasuredCosts(FORWARD, BACKWARD)
+PLACE = MeasuredOn("0123", "cpu x86_64", "float32", "tp 1 cp 1", "none")
 
 
 def brute_force(design: np.ndarray, target: np.ndarray) -> float:
@@ -43,78 +56,136 @@ def test_the_solver_finds_the_best_of_all_column_sets(seed: int, num_columns: in
     assert np.linalg.norm(design @ x - target) == pytest.approx(brute_force(design, target), rel=1e-9)
 
 
-def measured(noise: float = 0.0, num: int = 200) -> list[Measurement]:
+def seconds_of(work: Work, rates: Rates) -> float:
+    return work.body_cost(rates) + rates.row * work.rows + rates.operation
+
+
+def measured(noise: float = 0.0, num: int = 300) -> list[Measurement]:
     rng = np.random.default_rng(0)
     result = []
     for _ in range(num):
         tokens = int(rng.integers(16, 4096))
-        drawn = Measurement(
-            is_backward=bool(rng.integers(2)),
+        work = Work(
             tokens=tokens,
             pairs=float(tokens * rng.integers(1, 8000)),
             rows=int(rng.integers(tokens)) * int(rng.integers(2)),
-            slices=int(rng.integers(1, 12)),
-            body_share=0.5,
-            seconds=0.0,
+            slices=int(rng.integers(1, 40)),
+            merged=int(rng.integers(4 * tokens)),
         )
-        values = (TRUTH.token_s, TRUTH.pair_s, TRUTH.row_s, TRUTH.operation_s, TRUTH.slice_s)
-        seconds = float(np.dot(drawn.features(), values)) * (1 + noise * rng.normal())
-        result.append(Measurement(**{n: getattr(drawn, n) for n in drawn.__slots__[:-1]}, seconds=seconds))
+        is_backward = bool(rng.integers(2))
+        seconds = seconds_of(work, BACKWARD if is_backward else FORWARD) * (1 + noise * rng.normal())
+        result.append(Measurement(is_backward, work, seconds))
     return result
 
 
-def test_coefficients_come_back() -> None:
-    found = Calibration.fit(measured())
-    for name in Calibration.__dataclass_fields__:
-        assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=1e-6), name
-    assert found.cost_model() == CostModel(1.0, pytest.approx(10.0), pytest.approx(1e-4))
-    assert found.operation_tokens == pytest.approx(100.0)
+def test_rates_come_back() -> None:
+    found = Calibration.fit(measured(), PLACE, "2026-01-01")
+    for rates, truth in ((found.costs.forward, FORWARD), (found.costs.backward, BACKWARD)):
+        assert asdict(rates) == pytest.approx(asdict(truth), rel=1e-6)
+    assert max(found.residual_forward, found.residual_backward) < 1e-9
+    assert found.costs.sharing.segment_tokens == pytest.approx(10.0)
+    assert found.costs.sharing.merge_tokens == pytest.approx(0.1)
 
 
-def test_noise_moves_them_little() -> None:
-    found = Calibration.fit(measured(noise=0.05))
-    assert found.token_s == pytest.approx(TRUTH.token_s, rel=0.2)
-    assert found.pair_s == pytest.approx(TRUTH.pair_s, rel=0.2)
+def test_noise_moves_them_little_and_shows_in_the_residual() -> None:
+    found = Calibration.fit(measured(noise=0.05), PLACE, "2026-01-01")
+    assert found.costs.forward.token == pytest.approx(FORWARD.token, rel=0.2)
+    assert found.costs.backward.pair == pytest.approx(BACKWARD.pair, rel=0.2)
+    assert 0.03 < found.residual_forward < 0.07
 
 
-def test_a_backward_is_worth_its_forwards() -> None:
-    forward = Measurement(False, 10, 100.0, 5, 2, 0.5, 1.0).features()
-    assert forward == (5.0, 50.0, 5.0, 1.0, 1.0)
-    assert Measurement(True, 10, 100.0, 5, 2, 0.5, 1.0).features() == (10.0, 125.0, 10.0, 1.0, 1.0)
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_nothing_measured_is_refused(is_backward: bool) -> None:
+    one_kind = [m for m in measured() if m.is_backward is is_backward]
+    with pytest.raises(ValueError, match="forward" if is_backward else "backward"):
+        Calibration.fit(one_kind, PLACE, "2026-01-01")
 
 
-def test_nothing_measured_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one step"):
-        Calibration.fit([])
+def saved(folder: Path, **changes: object) -> Path:
+    path = folder / "c.json"
+    replace(Calibration.fit(measured(), PLACE, "2026-01-01"), **changes).save(path)  # type: ignore[arg-type]
+    return path
 
 
 def test_a_file_comes_back(tmp_path: Path) -> None:
-    TRUTH.save(tmp_path / "c.json")
-    assert Calibration.load(tmp_path / "c.json") == TRUTH
+    path = saved(tmp_path)
+    found = Calibration.load(path)
+    assert found == Calibration.fit(measured(), PLACE, "2026-01-01")
+    assert found.costs_for(PLACE, path) == found.costs
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"token_s": 1}', '{"token_s": "x"}', "{}"])
+@pytest.mark.parametrize("text", ["", "[]", '{"token_s": 1}', "{}"])
 def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text(text)
-    with pytest.raises(ValueError, match=r"c\.json: expected a JSON object of token_s"):
+    with pytest.raises(ValueError, match=r"c\.json: expected a calibration"):
         Calibration.load(tmp_path / "c.json")
 
 
-def test_negative_seconds_are_refused(tmp_path: Path) -> None:
-    Calibration(1.0, -1.0, 0.0, 0.0, 0.0).save(tmp_path / "c.json")
-    with pytest.raises(ValueError, match="calibrate anew"):
-        Calibration.load(tmp_path / "c.json")
+@pytest.mark.parametrize(("name", "value"), [("token", 0.0), ("slice", -1.0), ("row", float("nan"))])
+def test_impossible_seconds_are_refused(name: str, value: float, tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    content = json.loads(path.read_text())
+    content["costs"]["backward_s"][name] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="finite"):
+        Calibration.load(path)
 
 
-def test_features_of_a_plan() -> None:
-    """A prefix of 4 positions, then two suffixes of 2 that read it: 8 and 2 * (8 + 2) pairs, one cached slice."""
+@pytest.mark.parametrize("name", MeasuredOn.__dataclass_fields__)
+def test_another_machine_or_model_is_refused(name: str, tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    elsewhere = replace(PLACE, **{name: "other"})
+    with pytest.raises(ValueError, match=rf"c\.json: .*{name} '.*', here 'other'"):
+        Calibration.load(path).costs_for(elsewhere, path)
+
+
+def test_a_shape_is_known_by_its_sizes() -> None:
+    small = ModelShape.from_name("small")
+    assert shape_digest(replace(small, name="mine")) == shape_digest(small)
+    assert shape_digest(replace(small, num_layers=5)) != shape_digest(small)
+
+
+def test_the_work_of_a_plan() -> None:
+    """A prefix of 4 positions, then two suffixes of 2 that read it: 8 and 2 * (8 + 2) pairs, one slice merged into 4."""
     trajectories = batch_of([1, 1, 1, 1, 1, 5, 6], [1, 1, 1, 1, 1, 7, 8])
     plan = build_plan(trajectories, PlanConfig(4))
     rows = segment_row_counts(plan.forest, trajectories)
-    prefix, suffixes = (
-        Measurement.of(plan.forest, m, rows, 1.0, is_backward=False, stage=1, num_stages=2) for m in plan.ranks[0]
+    assert [Work.of(plan.forest, m, rows) for m in plan.ranks[0]] == [Work(4, 8.0, 4, 1, 0), Work(4, 20.0, 4, 3, 4)]
+    together = build_plan(trajectories, PlanConfig(100))
+    # The first suffix continues the prefix's causal slice, so that only the second merges.
+    assert Work.of(together.forest, together.ranks[0][0], rows) == Work(8, 28.0, 8, 3, 2)
+
+
+def costs(token: float = 1.0, pair: float = 0.0, slice: float = 0.0, merge: float = 0.0) -> MeasuredCosts:
+    rates = Rates(token=token, pair=pair, slice=slice, merge=merge)
+    return MeasuredCosts(rates, rates)
+
+
+@pytest.mark.parametrize(
+    ("measured", "is_shared"),
+    [(None, True), (costs(), True), (costs(slice=39.0), True), (costs(slice=41.0), False), (costs(merge=3.0), False)],
+    ids=["flops", "free", "cheap slice", "dear slice", "dear merge"],
+)
+def test_measured_costs_decide_what_is_folded_and_the_bound_stays(measured: Costs | None, is_shared: bool) -> None:
+    """20 shared positions save 40 tokens with three branches; two of the branches merge 10 queries each: 2 * 10 * 3."""
+    prompt = list(range(21))
+    trajectories = batch_of(*([*prompt, *range(100 * i, 100 * i + 10)] for i in (1, 2, 3)))
+    config = PlanConfig(prefix_reuse=PrefixReuse.AUTO, measured=measured)  # type: ignore[arg-type]
+    plan = build_plan(trajectories, config)
+    assert bool(plan.forest.num_shared_segments) is is_shared
+    assert plan.bound == (pytest.approx(90 / 50) if is_shared else 1.0)
+
+
+def test_measured_costs_decide_where_segments_are_cut_and_trees_go() -> None:
+    """Attention that FLOPs leave out: pieces of one tree get shorter, and of two ranks one takes the long trajectory."""
+    chain_of = batch_of(range(101))
+    flops, dear = (build_plan(chain_of, PlanConfig(60, measured=m)) for m in (None, costs(pair=1.0)))
+    assert [len(s) for s in flops.forest.segments] == [50, 50]
+    first, *_, last = (len(s) for s in dear.forest.segments)
+    assert first > last
+    trajectories = [t for i, n in enumerate((60, 30, 30, 30)) for t in batch_of(range(n + 1), group=f"g{i}")]
+    flops, dear = (
+        build_plan(trajectories, PlanConfig(60, data_parallel_size=2, measured=m)) for m in (None, costs(pair=1.0))
     )
-    assert prefix.features() == (2.0, 4.0, 4.0, 1.0, 0.5)
-    assert suffixes.features() == (2.0, 10.0, 4.0, 1.0, 1.5)
-    first_stage = Measurement.of(plan.forest, plan.ranks[0][1], rows, 1.0, is_backward=True, num_stages=2)
-    assert first_stage.features() == (4.0, 25.0, 0.0, 1.0, 1.5)
+    assert (flops.trees, dear.trees) == (((0, 3), (1, 2)), ((0,), (1, 2, 3)))
+    assert dear.rank_loads == pytest.approx((2 * (60 + 1800), 2 * 3 * (30 + 450)))

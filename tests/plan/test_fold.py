@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixflow.forest import Forest, build_forest
-from prefixflow.plan.fold import SHARED_SEGMENT_OVERHEAD_TOKENS, fold_small_segments
+from prefixflow.plan.cost import UNMEASURED_SHARING, SharingOverhead
+from prefixflow.plan.fold import fold_small_segments
 from prefixflow.plan.plan import PlanConfig, PrefixReuse, build_plan
 from prefixflow.trajectories import Trajectory
 from tests.plan.groups import batch_of, batches
@@ -34,7 +35,7 @@ def savings(forest: Forest) -> list[int]:
 def test_folding_is_exact(trajectories: list[Trajectory], overhead_tokens: int) -> None:
     """Every position still stands on its trajectory's path, and only segments worth their overhead are left."""
     forest = build_forest(trajectories)
-    folded = fold_small_segments(forest, overhead_tokens)
+    folded = fold_small_segments(forest, SharingOverhead(overhead_tokens))
     folded.assert_invariants()
     assert folded.logical_tokens == forest.logical_tokens
     assert folded.computed_tokens >= forest.computed_tokens
@@ -53,7 +54,7 @@ def test_auto_scores_every_token_once(trajectories: list[Trajectory], budget: in
 
 def test_a_forest_with_nothing_to_fold_is_returned_unchanged() -> None:
     """One shared segment of 17 positions, more than the overhead of 16; and trajectories by themselves."""
-    prefix = list(range(SHARED_SEGMENT_OVERHEAD_TOKENS + 2))
+    prefix = list(range(int(UNMEASURED_SHARING.segment_tokens) + 2))
     forest = build_forest(batch_of([*prefix, 100], [*prefix, 200]))
     assert fold_small_segments(forest) is forest
     apart = build_forest(batch_of([1, 2, 3], [4, 5, 6]))
@@ -82,7 +83,7 @@ def test_a_folded_child_gives_its_branches_to_its_parent() -> None:
     trajectories = batch_of([*root, 20, 21, 22, 30], [*root, 20, 21, 22, 31], [*root, 40])
     forest = build_forest(trajectories)
     assert [str(s.span) for s in forest.segments] == ["0:9", "9:12", "12:13", "12:13", "9:10"]
-    assert spans(fold_small_segments(forest, 10)) == [
+    assert spans(fold_small_segments(forest, SharingOverhead(10))) == [
         (None, "0:9", (0, 1, 2)),
         (0, "9:13", (0,)),
         (0, "9:13", (1,)),

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from prefixflow.forest import build as building
 from prefixflow.plan import plan as planning
-from prefixflow.plan.cost import CostModel
-from prefixflow.plan.fold import SHARED_SEGMENT_OVERHEAD_TOKENS
+from prefixflow.plan.cost import UNMEASURED_SHARING, CostModel
 from prefixflow.plan.microbatch import Microbatch
 from prefixflow.plan.plan import MergeGroups, Plan, PlanConfig, PrefixReuse, build_plan
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
@@ -157,7 +156,7 @@ def test_predicted_speedup_is_of_the_busiest_ranks() -> None:
     trajectories = [*two_level(20, 10, 8), *batch_of(range(31), group="alone")]
     plan = build_plan(trajectories, PlanConfig(data_parallel_size=2))
     assert sorted(plan.rank_loads) == [3 * 70, 3 * 80]
-    assert (plan.split_loss_tokens, plan.split_loss_flops) == (20, 60.0)
+    assert (plan.split_loss_tokens, plan.split_loss) == (20, 60.0)
     assert plan.bound == pytest.approx(270 / 130)
     assert plan.predicted_speedup == pytest.approx(150 / 80)
 
@@ -175,7 +174,7 @@ def test_shared_rows_are_charged_once() -> None:
 @pytest.mark.parametrize("extra", [0, 1])
 def test_auto_falls_back_where_sharing_saves_too_little(extra: int) -> None:
     """Two members and one shared segment: it saves as many tokens as it is long."""
-    shared = SHARED_SEGMENT_OVERHEAD_TOKENS + extra
+    shared = int(UNMEASURED_SHARING.segment_tokens) + extra
     trajectories = [*two_level(shared, 3, 2), *batch_of([1, 2, 3], group="alone")]
     plan = build_plan(trajectories, PlanConfig(prefix_reuse=PrefixReuse.AUTO))
     plan.assert_invariants(trajectories)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from prefixflow.plan.batch import segment_row_counts
-from prefixflow.plan.cost import CostModel
+from prefixflow.plan.cost import OPERATION_OVERHEAD_TOKENS, CostModel
 from prefixflow.plan.plan import PlanConfig, build_plan
 from prefixflow.schedule.ops import backward, forward
-from prefixflow.schedule.predict import OPERATION_OVERHEAD_TOKENS, StageCosts
+from prefixflow.schedule.predict import StageCosts
 from prefixflow.schedule.table import build_table
 from tests.plan.groups import batch_of
 
