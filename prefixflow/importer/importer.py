@@ -96,8 +96,7 @@ def import_trajectories(source: str | Path, encoder: Encoder, options: ImportOpt
     if not kept:
         raise ValueError(
             f"{source}: expected at least one trajectory, got none from {len(lines)} lines:"
-            f" {num_dropped} trajectories are longer than --max-length, other lines have no turn of"
-            " the assistant."
+            f" {num_dropped} trajectories are longer than --max-length."
         )
     return ImportResult(tuple(kept), len(lines), num_dropped)
 
@@ -163,7 +162,16 @@ def _encode_line(
 
 def _encode_turns(record: dict[str, Any], encoder: Encoder) -> list[Turn]:
     if "messages" in record:
-        return encoder.encode_messages(parse_messages(record["messages"]))
+        messages = parse_messages(record["messages"])
+        turns = encoder.encode_messages(messages)
+        if not any(message.is_trained for message in messages):
+            raise TrajectoryError(
+                "messages",
+                "at least one message of the assistant, which is what is trained",
+                f"only messages of {', '.join(sorted({message.role for message in messages}))}",
+                "Leave the line out.",
+            )
+        return turns
     for field in ("prompt", "response"):
         if not isinstance(record.get(field), str):
             raise TrajectoryError(field, "a string", describe(record.get(field)))
@@ -241,13 +249,13 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
 def run_import(args: argparse.Namespace) -> int:
     """Import as `args` say, print a summary line and return the exit status.
 
-    On failure the status is 1 and stderr has the sentence.
+    On failure the status is 2, as of the other commands, and stderr has the sentence.
     """
     try:
         print(_import_file(args))
     except (ValueError, OSError) as error:
         print(f"prefixflow import: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 

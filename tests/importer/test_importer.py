@@ -116,12 +116,11 @@ def test_a_prompt_line_is_one_step(write):
     assert [item.id for item in items] == ["1/1"]
 
 
-def test_conversations_without_a_trained_turn(write):
-    silent = [{"role": "user", "content": "hm"}]
-    path = write(message_line(messages=silent))
-    assert import_trajectories(path, BYTES).trajectories[0].num_trained == 0
-    with pytest.raises(ValueError, match="got none from 1 lines"):
-        import_trajectories(path, BYTES, ImportOptions(mode=Mode.STEPS))
+@pytest.mark.parametrize("mode", Mode)
+def test_conversations_without_a_trained_turn_are_refused(write, mode):
+    path = write(message_line(), message_line(messages=[{"role": "user", "content": "hm"}]))
+    with pytest.raises(TrajectoryError, match='line 2, field "messages": .*only messages of user'):
+        import_trajectories(path, BYTES, ImportOptions(mode=mode))
 
 
 def test_content_variants(write):
@@ -279,7 +278,7 @@ def test_command_line_failures_are_sentences_and_write_nothing(write, tmp_path, 
         ((path, out, "--tokenizer", tmp_path / "absent"), "no such folder"),
         ((path, out, "--tokenizer", tmp_path), "no tokenizer could be loaded"),
     ]:
-        assert run(*argv) == 1
+        assert run(*argv) == 2
         error = capsys.readouterr().err
         assert error.startswith("prefixflow import: ")
         assert sentence in error
