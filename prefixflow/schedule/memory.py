@@ -83,13 +83,44 @@ class MemoryModel:
         return rows * self.shape.vocab_size * FP32_BYTES // self.tensor_parallel
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryPoint:
+    """Bytes alive on one rank while `op` runs, by what holds them; the state comes on top.
+
+    activations: left by forwards whose backward is still to come; keys_values: cached K/V; gradients: gK/gV;
+    working: what the operation itself needs while it runs, the chunk of logits included.
+    """
+
+    op: Op
+    phase: Phase
+    activations: int
+    keys_values: int
+    gradients: int
+    working: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.activations + self.keys_values + self.gradients + self.working
+
+
+def phase_of(microbatch: Microbatch, kind: Kind) -> Phase:
+    """Phase of an operation on `microbatch`: B where nothing else reads it."""
+    if not microbatch.writes:
+        return Phase.SUFFIX
+    return Phase.PREFIX_FORWARD if kind is Kind.FORWARD else Phase.PREFIX_BACKWARD
+
+
+def memory_curve(plan: Plan, data_rank: int, row: Sequence[Op], memory: MemoryModel) -> tuple[MemoryPoint, ...]:
+    """What is alive during each operation of a rank's row, in the row's order."""
+    walk = _Walk(plan, data_rank, memory)
+    return tuple(walk.run(op) for op in row)
+
+
 def peak_bytes(plan: Plan, data_rank: int, row: Sequence[Op], memory: MemoryModel) -> dict[Phase, int]:
     """Largest bytes alive in each phase of a rank's row; a phase without operations has the state alone."""
-    walk = _Walk(plan, data_rank, memory)
     peaks = dict.fromkeys(Phase, memory.state_bytes)
-    for op in row:
-        phase, alive = walk.run(op)
-        peaks[phase] = max(peaks[phase], alive)
+    for point in memory_curve(plan, data_rank, row, memory):
+        peaks[point.phase] = max(peaks[point.phase], memory.state_bytes + point.total_bytes)
     return peaks
 
 
@@ -103,25 +134,30 @@ class _Walk:
         self.keys_values = 0
         self.gradients: dict[int, int] = {}
 
-    def run(self, op: Op) -> tuple[Phase, int]:
-        """Phase of the operation and the bytes alive while it runs."""
+    def run(self, op: Op) -> MemoryPoint:
+        """What is alive while the operation runs; what it frees is gone for the next one."""
         m = self.microbatches[op.microbatch]
         kept = m.num_physical_tokens * self.memory.kept_bytes_per_token
         if op.kind is Kind.FORWARD:
             self.kept += kept
             self.keys_values += self._kv(m.writes)
-            phase = Phase.PREFIX_FORWARD if m.writes else Phase.SUFFIX
-            return phase, self._alive(m)
+            return self._alive(op, m)
         for block in {b for c in m.cached for b in c.blocks}:
             self.gradients[block] = self.lengths[block] * self.memory.kv_gradient_bytes_per_token
-        alive = self._alive(m)
+        alive = self._alive(op, m)
         self._finish(m, kept)
-        return (Phase.PREFIX_BACKWARD if m.writes else Phase.SUFFIX), alive
+        return alive
 
-    def _alive(self, m: Microbatch) -> int:
-        working = m.num_physical_tokens * self.memory.working_bytes_per_token
-        held = self.kept + self.keys_values + sum(self.gradients.values())
-        return self.memory.state_bytes + held + working + self.memory.logit_bytes(m.num_tokens)
+    def _alive(self, op: Op, m: Microbatch) -> MemoryPoint:
+        return MemoryPoint(
+            op=op,
+            phase=phase_of(m, op.kind),
+            activations=self.kept,
+            keys_values=self.keys_values,
+            gradients=sum(self.gradients.values()),
+            working=m.num_physical_tokens * self.memory.working_bytes_per_token
+            + self.memory.logit_bytes(m.num_tokens),
+        )
 
     def _finish(self, m: Microbatch, kept: int) -> None:
         self.kept -= kept
