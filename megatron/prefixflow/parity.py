@@ -400,7 +400,7 @@ class Comparison:
             "loss_rel_err": max(s["loss"] for s in self.steps),
             "grad_norm_rel_err": max(s["norm"] for s in self.steps),
             "grad_norm": reference.norms[0],
-            "clipped": 0 < reference.update.max_norm < reference.norms[0],
+            "clipped": 0 < reference.update.max_norm < min(reference.norms),
             "logical_tokens": self.plan.forest.logical_tokens,
             "computed_tokens": self.computed_tokens,
             "planned_tokens": self.plan.forest.computed_tokens,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -21,9 +23,9 @@ from megatron.prefixflow.model import build_model
 from megatron.prefixflow.planning import plan_step
 from megatron.prefixflow.session import start_session
 from megatron.prefixflow.step import StepRunner
-from prefixflow.plan.plan import Plan
+from prefixflow.plan.plan import Plan, PlanConfig
 from prefixflow.runtime.attention.kernels import select_kernel
-from prefixflow.runtime.world import World, WorldError
+from prefixflow.runtime.world import World, WorldError, Worlds
 from prefixflow.schedule.ops import Kind, Op
 from prefixflow.schedule.order import backward_order, forwards_needed
 from prefixflow.schedule.search import rank_table
@@ -32,73 +34,93 @@ from prefixflow.testing.generate import Style, two_level_groups
 from prefixflow.trajectories import Trajectory
 
 ARGUMENTS = ("--model", "tiny", "--dtype", "float32", "--max-tokens", "24", "--prefix-reuse", "on")
+LAYOUTS = ["--pp 2", "--pp 2 --vpp 2", "--pp 4", "--pp 2 --dp 2"]
 
 
 def trajectories() -> tuple[Trajectory, ...]:
     return two_level_groups(3, 4, (40, 60), (8, 16), seed=5, style=Style(vocab_size=512))
 
 
-def run_logged(argv: tuple[str, ...], failing: str | None = None) -> tuple[list[str], int, Plan]:
-    """Operations that this rank ran, its pipeline rank and the plan; raises in operation `failing`."""
+@dataclass(frozen=True, slots=True)
+class RankRun:
+    """What one rank ran, operation by operation, and by which plan."""
+
+    ops: tuple[Op, ...]
+    pipeline_rank: int
+    data_rank: int
+    plan: Plan
+
+
+def run_logged(argv: tuple[str, ...], failing: str | None = None) -> RankRun:
+    """One step on this rank; raises in operation `failing`."""
     args = parse_arguments((*ARGUMENTS, *argv))
     groups = start_session(parallel_layout(args), args.seed)
     chunks = build_model(transformer_config(args), groups, **gpt_model_kwargs(args))
     kernel = select_kernel("auto", next(chunks[0].parameters()).device)
     runner = StepRunner(chunks, groups, kernel, vocab_size=args.vocab_size)
-    log: list[str] = []
+    log: list[Op] = []
 
     @contextlib.contextmanager
     def record(op: Op) -> Iterator[None]:
         if str(op) == failing:
             raise RuntimeError("planted failure")
-        log.append(str(op))
+        log.append(op)
         yield
 
     runner.observe = record
     loss = loss_config(args)
     plan = plan_step(trajectories(), plan_config(args), loss)
     runner.forward_backward(plan, trajectories(), loss)
-    return log, groups.pipeline_rank, plan
+    return RankRun(tuple(log), groups.pipeline_rank, groups.data_rank, plan)
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(2) as world:
-        yield world
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_real_run_keeps_the_table_the_bound_on_what_is_alive_and_overlaps_groups(worlds: Worlds, layout: str) -> None:
+    argv = tuple(layout.split())
+    size = parallel_layout(parse_arguments((*ARGUMENTS, *argv))).world_size
+    runs = worlds[size].run(run_logged, argv, timeout_s=120)
+    config = runs[0].plan.config
+    assert len(runs) == config.pipeline_size * config.data_parallel_size
+    assert {run.plan.digest for run in runs} == {runs[0].plan.digest}
+    for run in runs:
+        assert run.ops == rank_table(run.plan, run.data_rank).rows[run.pipeline_rank]
+        assert len(run.plan.ranks[run.data_rank]) > 6
+        assert groups_overlap(run)
+        last = next(r for r in runs if (r.pipeline_rank, r.data_rank) == (config.pipeline_size - 1, run.data_rank))
+        assert most_alive(run.ops) == expected_alive(last.ops, config.pipeline_size - 1 - run.pipeline_rank, config)
 
 
-@pytest.mark.parametrize("argv", [("--pp", "2"), ("--pp", "2", "--vpp", "2")])
-def test_what_ran_is_what_the_table_says(world: World, argv: tuple[str, ...]) -> None:
-    for log, rank, plan in world.run(run_logged, argv, timeout_s=120):
-        row = rank_table(plan, 0).rows[rank]
-        assert log == [str(op) for op in row]
-        assert len(plan.ranks[0]) > 6
+def groups_overlap(run: RankRun) -> bool:
+    """The second group's first forward runs before the first group's last backward."""
+    first, second = (
+        {
+            m.id
+            for m in run.plan.ranks[run.data_rank]
+            if m.segments and run.plan.forest.segments[m.segments[0]].tree == tree
+        }
+        for tree in run.plan.trees[run.data_rank][:2]
+    )
+    start_of_second = min(i for i, op in enumerate(run.ops) if op.microbatch in second)
+    end_of_first = max(i for i, op in enumerate(run.ops) if op.microbatch in first)
+    return start_of_second < end_of_first
 
 
-def test_groups_overlap_and_few_microbatches_are_alive(world: World) -> None:
-    for log, rank, plan in world.run(run_logged, ("--pp", "2"), timeout_s=120):
-        ops = [Op.parse(text) for text in log]
-        first, second = (
-            {m.id for m in plan.ranks[0] if plan.forest.segments[m.segments[0]].tree == tree} for tree in (0, 1)
-        )
-        start_of_second = min(i for i, op in enumerate(ops) if op.microbatch in second)
-        end_of_first = max(i for i, op in enumerate(ops) if op.microbatch in first)
-        assert start_of_second < end_of_first
-        assert most_alive(ops) <= bound_on_alive(plan, rank)
+def most_alive(ops: Sequence[Op]) -> int:
+    return max(itertools.accumulate(1 if op.kind is Kind.FORWARD else -1 for op in ops))
 
 
-def most_alive(ops: list[Op]) -> int:
-    alive = most = 0
-    for op in ops:
-        alive += 1 if op.kind is Kind.FORWARD else -1
-        most = max(most, alive)
-    return most
+def expected_alive(last_ops: Sequence[Op], ranks_after: int, config: PlanConfig) -> int:
+    """max_k(N(k) - k + 1) + ranks_after, where N(k) forwards ran on the last rank before its k-th backward.
 
-
-def bound_on_alive(plan: Plan, rank: int) -> int:
-    """max_k(N(k) - k + 1) + p - 1 - s, with N of the last rank read off its row."""
-    last_row = rank_table(plan, 0).rows[-1]
-    return most_alive(list(last_row)) + plan.config.pipeline_size - 1 - rank
+    Interleaved stages run twice as many more; no rank runs more forwards than there are.
+    """
+    kinds = [op.kind for op in last_ops]
+    before = [kinds[:place].count(Kind.FORWARD) for place, kind in enumerate(kinds) if kind is Kind.BACKWARD]
+    extra = ranks_after * (1 if config.num_chunks == 1 else 2)
+    literal = max(n - k for k, n in enumerate(before)) + extra
+    capped = max(min(len(before), n + extra) - k for k, n in enumerate(before))
+    assert config.num_chunks > 1 or capped == literal, "too few microbatches to tell"
+    return capped
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -134,8 +156,8 @@ def one_forward_one_backward(order: range, warmup: int) -> list[tuple[Kind, int]
     return ops + [(Kind.BACKWARD, m) for m in order[len(order) - warmup :]]
 
 
-def test_a_rank_that_raises_names_the_operation(world: World) -> None:
-    with pytest.raises(WorldError) as caught:
+def test_a_rank_that_raises_names_the_operation() -> None:
+    with World(2) as world, pytest.raises(WorldError) as caught:
         world.run(partial(run_logged, ("--pp", "2"), failing="1B3"), timeout_s=60)
     message = str(caught.value)
     assert "planted failure" in message
