@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
 
 import numpy as np
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state, rerun_state_machine, tensor_parallel
 
 from megatron.prefixflow.device import install_cpu_device_layer
 from megatron.prefixflow.groups import Groups, current_groups
@@ -31,8 +32,24 @@ def start_session(layout: ParallelLayout, seed: int) -> Groups:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
     )
+    _switch_reruns_off()
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return current_groups()
+
+
+def _switch_reruns_off() -> None:
+    """Set up Megatron's rerun state machine, disabled: DDP asks it at each reduction and would make one with a warning.
+
+    Its constructor reports even this harmless mode as a warning, which is kept out of the run's output.
+    """
+    logger = logging.getLogger(rerun_state_machine.__name__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        rerun_state_machine.destroy_rerun_state_machine()
+        rerun_state_machine.initialize_rerun_state_machine(mode=rerun_state_machine.RerunMode.DISABLED)
+    finally:
+        logger.setLevel(level)
