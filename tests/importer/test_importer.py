@@ -119,7 +119,7 @@ def test_a_prompt_line_is_one_step(write):
 @pytest.mark.parametrize("mode", Mode)
 def test_conversations_without_a_trained_turn_are_refused(write, mode):
     path = write(message_line(), message_line(messages=[{"role": "user", "content": "hm"}]))
-    with pytest.raises(TrajectoryError, match='line 2, field "messages": .*only messages of user'):
+    with pytest.raises(TrajectoryError, match=r'line 2, field "messages": .*only messages of user'):
         import_trajectories(path, BYTES, ImportOptions(mode=mode))
 
 
