@@ -155,8 +155,7 @@ class _Walk:
             activations=self.kept,
             keys_values=self.keys_values,
             gradients=sum(self.gradients.values()),
-            working=m.num_physical_tokens * self.memory.working_bytes_per_token
-            + self.memory.logit_bytes(m.num_tokens),
+            working=m.num_physical_tokens * self.memory.working_bytes_per_token + self.memory.logit_bytes(m.num_tokens),
         )
 
     def _finish(self, m: Microbatch, kept: int) -> None:
