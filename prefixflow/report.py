@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from prefixflow.plan.batch import segment_row_counts
-from prefixflow.plan.cost import CostModel
+from prefixflow.plan.calibrate import Calibration, MeasuredOn, layout_key, shape_digest
+from prefixflow.plan.cost import CostModel, MeasuredCosts
 from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, MergeGroups, Plan, PlanConfig, PrefixReuse
 from prefixflow.plan.shapes import ModelShape
@@ -130,6 +131,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default="off",
         help="one tree for groups with a long common prefix, where the plan predicts a gain",
     )
+    parser.add_argument(
+        "--calibrate",
+        metavar="F",
+        help="plan by the measured costs in F, which `prefixflow bench --calibrate F` writes",
+    )
     parser.add_argument("--dtype", choices=list(ELEMENT_BYTES), default="bfloat16")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--memory-budget-gib", type=float, metavar="X")
@@ -188,6 +194,7 @@ def _report(options: argparse.Namespace) -> PlanReport:
         pipeline_size=layout.pp,
         num_chunks=layout.vpp,
         cost=CostModel.of_shape(shape),
+        measured=_measured_costs(options, shape),
     )
     memory = MemoryModel(
         shape,
@@ -197,6 +204,21 @@ def _report(options: argparse.Namespace) -> PlanReport:
         full_recompute=options.recompute == "full",
     )
     return report_plan(plan_pipeline(trajectories, config), trajectories, memory)
+
+
+def _measured_costs(options: argparse.Namespace, shape: ModelShape) -> MeasuredCosts | None:
+    """Costs of the calibration that was given; it may be of another machine than this one."""
+    if options.calibrate is None:
+        return None
+    calibration = Calibration.load(options.calibrate)
+    planned_for = MeasuredOn(
+        model=shape_digest(shape),
+        device=calibration.measured_on.device,
+        dtype=options.dtype,
+        layout=layout_key(options.tp, options.cp),
+        recompute=options.recompute,
+    )
+    return calibration.costs_for(planned_for, options.calibrate)
 
 
 def _table(report: PlanReport, options: argparse.Namespace) -> Table:

@@ -41,6 +41,7 @@ from megatron.prefixflow.arguments import (
     plan_config,
     transformer_config,
 )
+from megatron.prefixflow.calibration import is_measuring
 from megatron.prefixflow.data import with_temperature
 from megatron.prefixflow.gradients import clip_gradients, gradient_norm, reduce_gradients
 from megatron.prefixflow.groups import Groups
@@ -583,6 +584,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check(case: Case) -> None:
     """Refuse what cannot run before a world starts: plans need no process group."""
     args = case.arguments
+    if is_measuring(args):
+        raise ValueError(f"--calibrate {args.calibrate} does not exist, and parity measures nothing; bench does.")
     trajectories = _read(case, args)
     build_plan(trajectories, plan_config(args))
     lacking = [t.id for t in trajectories if t.rollout_logprobs is None]

@@ -62,6 +62,11 @@ class Measurement:
         work = self.work
         return (work.tokens, work.pairs, work.rows, work.slices, work.merged, 1.0)
 
+    def predicted_s(self, costs: MeasuredCosts) -> float:
+        """What `costs` make of this operation."""
+        rates = costs.backward if self.is_backward else costs.forward
+        return self.work.body_cost(rates) + rates.row * self.work.rows + rates.operation
+
 
 @dataclass(frozen=True, slots=True)
 class Calibration:

@@ -9,6 +9,8 @@ from prefixflow.ranges import Range
 
 def chunk_segments(forest: Forest, max_tokens: int, cost: Costs) -> Forest:
     """The same forest with no segment longer than `max_tokens`; pieces of a segment form a chain."""
+    if all(len(segment) <= max_tokens for segment in forest.segments):
+        return forest
     rows: list[tuple[int | None, int, Range, tuple[int, ...]]] = []
     last_piece: list[int] = []
     for segment in forest.segments:

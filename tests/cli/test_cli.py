@@ -113,10 +113,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_bench_json_has_the_names_of_the_interface() -> None:
+def test_bench_json_has_the_names_of_the_interface_and_calibrates(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibration = str(tmp_path / "c.json")
     done = run(
         "bench", "sweep", "--model", "tiny", "--prefix-ratio", "0.75", "--group-size", "3", "--tokens", "96",
-        "--max-tokens", "128", "--repeat", "1", "--json",
+        "--max-tokens", "128", "--repeat", "1", "--json", "--calibrate", calibration,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (line,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -126,6 +129,12 @@ def test_bench_json_has_the_names_of_the_interface() -> None:
     assert line["peak_kv_bytes"] > 0
     assert line["microbatches_reuse"] > 1
     assert 1.0 < line["bound"] < 3.0
+    options = ("--model", "tiny", "--dp", "2", "--calibrate", calibration)
+    by_seconds = plan_json(capsys, str(file), *options, "--dtype", "float32")
+    assert sum(by_seconds["rank_loads"]) < 60.0, "loads are in seconds"
+    assert by_seconds["bound"] == plan_json(capsys, str(file), *options[:4])["bound"]
+    assert main(["plan", str(file), *options]) == 2
+    assert "dtype 'float32', here 'bfloat16'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -137,7 +146,9 @@ def test_bench_json_has_the_names_of_the_interface() -> None:
         (["bench", "sweep", "--repeat", "0"], "--repeat"),
         (["bench", "sweep", "--prefix-ratio", "inf"], "--prefix-ratio"),
         (["bench", "sweep", "--model=tiny", "--tokens", "99999"], "--tokens"),
+        (["bench", "sweep", "--pp", "2", "--calibrate", "/nonexistent.json"], "--pp 1"),
         (["parity", "/nonexistent.jsonl"], "/nonexistent.jsonl"),
+        (["parity", "/nonexistent.jsonl", "--calibrate", "/nonexistent.json"], "measures nothing"),
         (["parity", "x", "--cases", "/dev/null"], "--cases"),
         (["parity", "/nonexistent.jsonl", "--cp", "2"], "context-parallel"),
     ],
