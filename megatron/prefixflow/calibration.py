@@ -21,7 +21,7 @@ from megatron.prefixflow.arguments_spec import ArgumentsError
 from megatron.prefixflow.metrics import now_s
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.calibrate import Calibration, MeasuredOn, Measurement, layout_key, shape_digest
-from prefixflow.plan.cost import MeasuredCosts
+from prefixflow.plan.cost import CostModel, MeasuredCosts
 from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import Plan
 from prefixflow.plan.work import Work
@@ -89,7 +89,8 @@ def fit_calibration(measurements: Sequence[Measurement], args: Arguments, layout
     everyone: list[list[Measurement]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, list(measurements))
     everything = [m for mine in everyone for m in mine]
-    return Calibration.fit(everything, measured_on(args, layout), datetime.date.today().isoformat())
+    flops = CostModel.of_shape(shape_of(args))
+    return Calibration.fit(everything, flops, measured_on(args, layout), datetime.date.today().isoformat())
 
 
 def describe(calibration: Calibration) -> str:

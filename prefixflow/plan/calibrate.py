@@ -1,12 +1,12 @@
 """Refine the cost model by measured operations.
 
-Strategy: forwards and backwards are fitted apart. What an operation has to do (`Work`: tokens, attended pairs, LM-head
-rows, attention slices, merged queries) and 1 for the operation itself are the columns; their non-negative least-squares
-coefficients on the measured seconds are seconds per unit. Rows are weighted by 1 / seconds, so that long operations do
-not drown short ones: the residual is a relative error.
+Strategy: forwards and backwards are fitted apart. (1) The model's FLOPs and one number of the hardware, the median of
+seconds per FLOP, give a first guess of the seconds per token, attended pair and LM-head row. (2) What an operation has to do
+(`Work`: these, attention slices, merged queries) and 1 for the operation itself are the columns of a non-negative
+least-squares problem whose coefficients are seconds per unit. Its rows are the measured operations, divided by their
+seconds, so that long ones do not drown short ones, and one row for each guess, which decides where the measurements do not.
 
-A column that never varies apart from the others gets 0 (its share goes to those), so measure batches of mixed lengths. The
-layer that a microbatch without rows leaves out is not known to `Work`; it shows in the residual.
+The layer that a microbatch without rows leaves out is not known to `Work`; it shows in the residual.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from prefixflow.plan.cost import MeasuredCosts, Rates
+from prefixflow.plan.cost import CostModel, MeasuredCosts, Rates
 from prefixflow.plan.shapes import ModelShape
 from prefixflow.plan.work import Work
 from prefixflow.trajectories.files import atomic_write
+
+GUESS_WEIGHT = 0.1
+"""Weight of a guessed coefficient that is wrong by all of itself, against an operation that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +87,15 @@ class Calibration:
     residual_backward: float
 
     @classmethod
-    def fit(cls, measurements: Sequence[Measurement], measured_on: MeasuredOn, date: str) -> Calibration:
-        """Raises ValueError where nothing was measured or no time depends on tokens."""
-        forward, residual_forward = _fit([m for m in measurements if not m.is_backward], "forward")
-        backward, residual_backward = _fit([m for m in measurements if m.is_backward], "backward")
+    def fit(
+        cls, measurements: Sequence[Measurement], flops: CostModel, measured_on: MeasuredOn, date: str
+    ) -> Calibration:
+        """Refine `flops`, those of the model that was measured.
+
+        Raises ValueError where nothing was measured or no time depends on tokens.
+        """
+        forward, residual_forward = _fit([m for m in measurements if not m.is_backward], flops.forward, "forward")
+        backward, residual_backward = _fit([m for m in measurements if m.is_backward], flops.backward, "backward")
         costs = MeasuredCosts(forward, backward)
         return cls(costs, measured_on, date, len(measurements), residual_forward, residual_backward)
 
@@ -132,15 +140,23 @@ def _rates(values: dict[str, Any]) -> Rates:
     return rates
 
 
-def _fit(measurements: Sequence[Measurement], kind: str) -> tuple[Rates, float]:
+def _fit(measurements: Sequence[Measurement], flops: Rates, kind: str) -> tuple[Rates, float]:
     """Rates and the root mean square of the relative errors."""
     timed = [m for m in measurements if m.seconds > 0]
     if not timed:
         raise ValueError(f"Calibration needs measured {kind} operations, got none; run at least one step.")
     weight = 1.0 / np.array([m.seconds for m in timed])
     design = np.array([m.columns() for m in timed]) * weight[:, None]
-    scale = np.maximum(np.abs(design).max(axis=0), np.finfo(float).tiny)
-    found = nonnegative_least_squares(design / scale, np.ones(len(timed))) / scale
+    # Overheads are not guessed: FLOPs know nothing of them.
+    guessed = np.array([flops.token, flops.pair, flops.row, 0.0, 0.0, 0.0])
+    guess = guessed / np.median(design @ guessed)
+    known = guess > 0
+    scale = np.where(known, guess, 1.0 / np.maximum(design.max(axis=0), np.finfo(float).tiny))
+    guess_rows = GUESS_WEIGHT * np.eye(len(guess))[known]
+    found = scale * nonnegative_least_squares(
+        np.vstack([design * scale, guess_rows]),
+        np.concatenate([np.ones(len(timed)), np.full(len(guess_rows), GUESS_WEIGHT)]),
+    )
     rates = Rates(*found.tolist())
     if rates.token <= 0:
         raise ValueError(

@@ -49,8 +49,8 @@ class SharingOverhead:
     merge_tokens: float = 0.0
 
 
-UNMEASURED_SHARING = SharingOverhead(segment_tokens=16.0)
-"""From a calibration of the built-in `small` shape (benchmarks/README.md)."""
+UNMEASURED_SHARING = SharingOverhead(segment_tokens=7.0, merge_tokens=0.016)
+"""Of the built-in shape `tiny` (benchmarks/README.md): in tokens, larger models pay less for a slice."""
 
 
 class Costs(ABC):

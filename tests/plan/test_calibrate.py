@@ -20,7 +20,7 @@ from prefixflow.plan.calibrate import (
     nonnegative_least_squares,
     shape_digest,
 )
-from prefixflow.plan.cost import Costs, MeasuredCosts, Rates
+from prefixflow.plan.cost import CostModel, Costs, MeasuredCosts, Rates
 from prefixflow.plan.plan import PlanConfig, PrefixReuse, build_plan
 from prefixflow.plan.shapes import ModelShape
 from prefixflow.plan.work import Work
@@ -29,6 +29,8 @@ from tests.plan.groups import batch_of
 FORWARD = Rates(token=1e-5, pair=1e-9, row=1e-4, slice=1e-4, merge=1e-6, operation=1e-3)
 BACKWARD = Rates(token=3e-5, pair=4e-9, row=2e-4, slice=3e-4, merge=3e-6, operation=2e-3)
 TRUTH = MeasuredCosts(FORWARD, BACKWARD)
+FLOPS = CostModel(linear=2e4, head=4e5, attention=1.0)
+"""What the fit starts from: of a row twice, of a pair half of what they cost beside a token."""
 PLACE = MeasuredOn("0123", "cpu x86_64", "float32", "tp 1 cp 1", "none")
 
 
@@ -79,16 +81,25 @@ def measured(noise: float = 0.0, num: int = 300) -> list[Measurement]:
 
 
 def test_rates_come_back() -> None:
-    found = Calibration.fit(measured(), PLACE, "2026-01-01")
+    found = Calibration.fit(measured(), FLOPS, PLACE, "2026-01-01")
     for rates, truth in ((found.costs.forward, FORWARD), (found.costs.backward, BACKWARD)):
-        assert asdict(rates) == pytest.approx(asdict(truth), rel=1e-6)
-    assert max(found.residual_forward, found.residual_backward) < 1e-9
-    assert found.costs.sharing.segment_tokens == pytest.approx(10.0)
-    assert found.costs.sharing.merge_tokens == pytest.approx(0.1)
+        assert asdict(rates) == pytest.approx(asdict(truth), rel=0.03)
+    assert max(found.residual_forward, found.residual_backward) < 5e-3
+    assert found.costs.sharing.segment_tokens == pytest.approx(10.0, rel=0.03)
+    assert found.costs.sharing.merge_tokens == pytest.approx(0.1, rel=0.03)
+
+
+def test_flops_decide_where_measurements_do_not() -> None:
+    """Two operations of one size say nothing of the parts: half of the FLOPs are of tokens, half of pairs."""
+    work = Work(tokens=100, pairs=1000.0, rows=0, slices=1, merged=0)
+    alike = [Measurement(is_backward, work, 2.0) for is_backward in (False, False, True, True)]
+    found = Calibration.fit(alike, CostModel(linear=10.0, attention=1.0), PLACE, "2026-01-01")
+    assert found.costs.forward.token == pytest.approx(1e-2, rel=0.01)
+    assert found.costs.forward.pair == pytest.approx(1e-3, rel=0.01)
 
 
 def test_noise_moves_them_little_and_shows_in_the_residual() -> None:
-    found = Calibration.fit(measured(noise=0.05), PLACE, "2026-01-01")
+    found = Calibration.fit(measured(noise=0.05), FLOPS, PLACE, "2026-01-01")
     assert found.costs.forward.token == pytest.approx(FORWARD.token, rel=0.2)
     assert found.costs.backward.pair == pytest.approx(BACKWARD.pair, rel=0.2)
     assert 0.03 < found.residual_forward < 0.07
@@ -98,19 +109,19 @@ def test_noise_moves_them_little_and_shows_in_the_residual() -> None:
 def test_nothing_measured_is_refused(is_backward: bool) -> None:
     one_kind = [m for m in measured() if m.is_backward is is_backward]
     with pytest.raises(ValueError, match="forward" if is_backward else "backward"):
-        Calibration.fit(one_kind, PLACE, "2026-01-01")
+        Calibration.fit(one_kind, FLOPS, PLACE, "2026-01-01")
 
 
 def saved(folder: Path, **changes: object) -> Path:
     path = folder / "c.json"
-    replace(Calibration.fit(measured(), PLACE, "2026-01-01"), **changes).save(path)  # type: ignore[arg-type]
+    replace(Calibration.fit(measured(), FLOPS, PLACE, "2026-01-01"), **changes).save(path)  # type: ignore[arg-type]
     return path
 
 
 def test_a_file_comes_back(tmp_path: Path) -> None:
     path = saved(tmp_path)
     found = Calibration.load(path)
-    assert found == Calibration.fit(measured(), PLACE, "2026-01-01")
+    assert found == Calibration.fit(measured(), FLOPS, PLACE, "2026-01-01")
     assert found.costs_for(PLACE, path) == found.costs
 
 
