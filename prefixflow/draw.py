@@ -12,26 +12,16 @@ from typing import Any
 
 from prefixflow.forest.forest import Segment
 from prefixflow.plan.batch import segment_row_counts
+from prefixflow.palette import COLOURS, LEGEND
 from prefixflow.plan.plan import Plan
-from prefixflow.schedule.memory import Phase
-from prefixflow.schedule.ops import Kind, Op
+from prefixflow.schedule.memory import Phase, phase_of
+from prefixflow.schedule.ops import Kind
 from prefixflow.schedule.search import predicted_timeline
 from prefixflow.schedule.simulate import Timeline
 from prefixflow.trajectories.types import Trajectory
 
-COLOURS = {
-    (Phase.PREFIX_FORWARD, Kind.FORWARD): "#2b6cb0",
-    (Phase.SUFFIX, Kind.FORWARD): "#8fd3a5",
-    (Phase.SUFFIX, Kind.BACKWARD): "#2f855a",
-    (Phase.PREFIX_BACKWARD, Kind.BACKWARD): "#c05621",
-}
-LEGEND = {
-    (Phase.PREFIX_FORWARD, Kind.FORWARD): "A: prefix forward, K/V cached",
-    (Phase.SUFFIX, Kind.FORWARD): "B: suffix forward",
-    (Phase.SUFFIX, Kind.BACKWARD): "B: suffix backward, adds gK/gV",
-    (Phase.PREFIX_BACKWARD, Kind.BACKWARD): "C: delayed prefix backward",
-}
-
+PREFIX = COLOURS[Phase.PREFIX_FORWARD, Kind.FORWARD]
+SUFFIX = COLOURS[Phase.SUFFIX, Kind.FORWARD]
 
 def draw_plan(
     plan: Plan,
@@ -74,7 +64,7 @@ def _draw_forest(axes: Any, plan: Plan, data_rank: int) -> None:
             len(segment),
             left=segment.span.start,
             height=0.8,
-            color=_blend("#e2f3e8", "#2b6cb0", share) if segment.is_shared else "#8fd3a5",
+            color=_blend("#e2f3e8", PREFIX, share) if segment.is_shared else SUFFIX,
             edgecolor="#1a365d" if writes else "white",
             linewidth=1.2,
         )
@@ -108,7 +98,7 @@ def _draw_timeline(axes: Any, plan: Plan, data_rank: int, timeline: Timeline) ->
     makespan = timeline.makespan or 1.0
     for rank, row in enumerate(timeline.spans):
         for op, start, end in row:
-            colour = COLOURS[phase_of(plan, data_rank, op), op.kind]
+            colour = COLOURS[phase_of(plan.ranks[data_rank][op.microbatch], op.kind), op.kind]
             axes.barh(-rank, end - start, left=start, height=0.8, color=colour, edgecolor="white")
             if end - start > 0.012 * makespan:
                 text = f"{op.kind.value}{op.microbatch}"
@@ -119,13 +109,6 @@ def _draw_timeline(axes: Any, plan: Plan, data_rank: int, timeline: Timeline) ->
     axes.set_xlabel("predicted time")
     handles = [Patch(color=COLOURS[key], label=text) for key, text in LEGEND.items()]
     axes.legend(handles=handles, ncol=4, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25))
-
-
-def phase_of(plan: Plan, data_rank: int, op: Op) -> Phase:
-    """Phase of an operation: B where nothing else reads its microbatch."""
-    if not plan.ranks[data_rank][op.microbatch].writes:
-        return Phase.SUFFIX
-    return Phase.PREFIX_FORWARD if op.kind is Kind.FORWARD else Phase.PREFIX_BACKWARD
 
 
 def _blend(light: str, dark: str, share: float) -> tuple[float, ...]:
