@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from prefixflow.forest.forest import Segment
-from prefixflow.plan.batch import segment_row_counts
 from prefixflow.palette import COLOURS, LEGEND
+from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.plan import Plan
 from prefixflow.schedule.memory import Phase, phase_of
 from prefixflow.schedule.ops import Kind
@@ -22,6 +22,7 @@ from prefixflow.trajectories.types import Trajectory
 
 PREFIX = COLOURS[Phase.PREFIX_FORWARD, Kind.FORWARD]
 SUFFIX = COLOURS[Phase.SUFFIX, Kind.FORWARD]
+
 
 def draw_plan(
     plan: Plan,

@@ -7,11 +7,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from prefixflow.html import PageText, PlannedStep, write_page
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.calibrate import Calibration, MeasuredOn, layout_key, shape_digest
 from prefixflow.plan.cost import CostModel, MeasuredCosts
@@ -21,7 +23,7 @@ from prefixflow.plan.shapes import ModelShape
 from prefixflow.schedule.memory import MemoryModel, Phase, peak_bytes
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
 from prefixflow.schedule.search import max_makespan, plan_pipeline, predicted_timeline, rank_table
-from prefixflow.trajectories import Trajectory, read_trajectories
+from prefixflow.trajectories import Trajectory, read_trajectories, trajectory_files
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 NOT_BUILT_YET = {
@@ -30,7 +32,6 @@ NOT_BUILT_YET = {
     "etp": "mixture of experts",
     "memory_budget_gib": "the memory plan",
     "capacity": "the memory plan",
-    "html": "the schedule page",
 }
 
 
@@ -140,7 +141,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--memory-budget-gib", type=float, metavar="X")
     parser.add_argument("--capacity", action="store_true")
-    parser.add_argument("--html", metavar="OUT.html")
+    parser.add_argument("--html", metavar="OUT.html", help="draw forest, schedule, balance and memory on one page")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -148,7 +149,11 @@ def run_plan(options: argparse.Namespace) -> int:
     """Print the report; 2 with a sentence where the file or the arguments cannot be planned."""
     try:
         _refuse_unbuilt(options)
-        report = _report(options)
+        _check_page_path(options)
+        step = _planned_step(options)
+        report = report_plan(step.plan, step.trajectories, step.memory)
+        if options.html:
+            write_page(options.html, _page_text(report, options), step)
     except (ValueError, OSError) as error:
         print(f"prefixflow plan: {error}", file=sys.stderr)
         return 2
@@ -169,6 +174,19 @@ def _refuse_unbuilt(options: argparse.Namespace) -> None:
             raise ValueError(f"{flag} is not built yet: it belongs to {part}. Way out: leave it out.")
 
 
+def _check_page_path(options: argparse.Namespace) -> None:
+    """A page must be a writable place, and never a file that is read; told before the work of planning."""
+    if options.html is None:
+        return
+    page = Path(options.html)
+    if page.is_dir() or not page.absolute().parent.is_dir():
+        raise ValueError(
+            f"--html {page}: expected the name of a file in a folder that exists. Create the folder, or name another file."
+        )
+    if page.resolve() in {file.resolve() for file in trajectory_files(options.file)}:
+        raise ValueError(f"--html {page} is a trajectory file that is read; name another file.")
+
+
 def _check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
     """Layouts that a run would refuse."""
     for what, number, flag, parts in (
@@ -180,7 +198,7 @@ def _check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
             raise ValueError(f"{shape.name} has {number} {what}, which {flag} {parts} does not divide evenly.")
 
 
-def _report(options: argparse.Namespace) -> PlanReport:
+def _planned_step(options: argparse.Namespace) -> PlannedStep:
     shape = ModelShape.load(options.model)
     layout = ParallelLayout(tp=options.tp, pp=options.pp, vpp=options.vpp, dp=options.dp)
     _check_layout(shape, layout)
@@ -203,7 +221,33 @@ def _report(options: argparse.Namespace) -> PlanReport:
         pipeline_parallel=layout.pp,
         full_recompute=options.recompute == "full",
     )
-    return report_plan(plan_pipeline(trajectories, config), trajectories, memory)
+    return PlannedStep(plan_pipeline(trajectories, config), trajectories, memory)
+
+
+def headline(report: PlanReport, options: argparse.Namespace) -> str:
+    """What the plan is worth, in two sentences."""
+    logical, computed = report.logical_tokens, report.computed_tokens
+    if logical == computed:
+        positions = f"Nothing is shared: all {logical:,} positions are computed, as a dense run would."
+    else:
+        positions = f"{computed:,} positions are computed instead of {logical:,}: {report.reuse_ratio:.1f}x fewer."
+    stages, replicas = options.pp * options.vpp, options.dp
+    where = f"on {stages} pipeline {'stages' if stages > 1 else 'stage'}"
+    if replicas > 1:
+        where += f" x {replicas} data-parallel ranks"
+    return f"{positions} Predicted {report.predicted_speedup:.1f}x the speed of dense {where}."
+
+
+def _page_text(report: PlanReport, options: argparse.Namespace) -> PageText:
+    sizes = {name: getattr(options, name) for name in ("tp", "pp", "vpp", "dp")}
+    layout = "".join(f", {name} {size}" for name, size in sizes.items() if size > 1) or ", one rank"
+    return PageText(
+        source=Path(options.file).name,
+        setting=f"{options.model}{layout}, {options.dtype}",
+        headline=headline(report, options),
+        speedup=report.predicted_speedup,
+        numbers=_numbers(report, options),
+    )
 
 
 def _measured_costs(options: argparse.Namespace, shape: ModelShape) -> MeasuredCosts | None:
@@ -223,9 +267,16 @@ def _measured_costs(options: argparse.Namespace, shape: ModelShape) -> MeasuredC
 
 def _table(report: PlanReport, options: argparse.Namespace) -> Table:
     table = Table(title=f"plan of {options.file}, model {options.model}", show_header=False)
+    for name, value in _numbers(report, options).items():
+        table.add_row(name, value)
+    return table
+
+
+def _numbers(report: PlanReport, options: argparse.Namespace) -> dict[str, str]:
+    """The figures for people, by name; the terminal and the page show the same."""
     loads = report.rank_loads
     mean = sum(loads) / len(loads) or 1.0
-    rows = {
+    return {
         "trajectories": f"{report.trajectories} in {report.groups} groups",
         "positions": f"{report.computed_tokens:,} computed of {report.logical_tokens:,} logical",
         "reuse ratio": f"{report.reuse_ratio:.2f}",
@@ -238,6 +289,3 @@ def _table(report: PlanReport, options: argparse.Namespace) -> Table:
         "peak memory": ", ".join(f"{phase} {size / 2**30:.2f} GiB" for phase, size in report.peak_bytes.items()),
         "digest": report.digest,
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table

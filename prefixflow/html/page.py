@@ -47,6 +47,7 @@ def _page(text: PageText, step: PlannedStep) -> str:
         headline=escape(text.headline),
         numbers="\n".join(numbers),
         reuse_percent=f"{100 / max(text.speedup, 1.0):.2f}",
+        share=f"{100 / text.speedup:.0f} %",
         dense_percent=f"{100 * min(text.speedup, 1.0):.2f}",
         style=_phase_colours() + _asset("page.css"),
         script="\n".join(map(_asset, SCRIPTS)),

@@ -114,11 +114,15 @@ def _short(name: str) -> str:
 
 
 def _profile(forest: Forest) -> dict[str, Any]:
-    """Positions run with and without reuse at each place of the sequence, averaged over bins of `width` places."""
+    """Positions run at each place of the sequence, averaged over bins of `width` places.
+
+    logical: by a dense run; computed: with reuse; shared: those of them that several trajectories share.
+    """
     end = max((s.span.stop for s in forest.segments), default=0)
-    logical, computed = np.zeros(end + 1), np.zeros(end + 1)
+    changes = {name: np.zeros(end + 1) for name in ("logical", "computed", "shared")}
     for segment in forest.segments:
-        for counts, weight in ((logical, len(segment.members)), (computed, 1)):
+        weights = (len(segment.members), 1, int(segment.is_shared))
+        for counts, weight in zip(changes.values(), weights, strict=True):
             counts[segment.span.start] += weight
             counts[segment.span.stop] -= weight
     width = max(1, math.ceil(end / MAX_PROFILE_BINS))
@@ -126,7 +130,7 @@ def _profile(forest: Forest) -> dict[str, Any]:
     sizes = np.minimum(width, end - starts)
     return {"end": end, "width": width} | {
         name: (np.add.reduceat(np.cumsum(counts)[:end], starts) / sizes).round(2).tolist() if end else []
-        for name, counts in (("logical", logical), ("computed", computed))
+        for name, counts in changes.items()
     }
 
 

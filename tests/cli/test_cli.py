@@ -75,7 +75,6 @@ def test_plan_prints_a_table(file: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["--ep", "2"], "mixture of experts"),
         (["--memory-budget-gib", "3"], "memory plan"),
         (["--capacity"], "memory plan"),
-        (["--html", "x.html"], "schedule page"),
     ],
 )
 def test_plan_refuses_by_name_what_is_not_built(

@@ -8,7 +8,7 @@ import pytest
 
 from prefixflow.plan.plan import Plan, PlanConfig, build_plan
 from prefixflow.plan.shapes import ModelShape
-from prefixflow.schedule.memory import LOGIT_CHUNK_ROWS, MemoryModel, Phase, peak_bytes
+from prefixflow.schedule.memory import LOGIT_CHUNK_ROWS, MemoryModel, Phase, memory_curve, peak_bytes
 from prefixflow.schedule.table import build_table
 from tests.plan.groups import batch_of
 
@@ -45,6 +45,20 @@ def test_peaks_by_hand() -> None:
         Phase.SUFFIX: 8 * (kept + kv + gradient) + 6 * (kept + working) + MODEL.logit_bytes(6),
         Phase.PREFIX_BACKWARD: 8 * (kept + gradient + working) + MODEL.logit_bytes(8),
     }
+
+
+def test_curve_by_hand() -> None:
+    """0F0 0F1 0B1 0F2 0B2 0B0: K/V until the last reader's backward, gK/gV from the first reader's to the writer's."""
+    plan = plan_of()
+    row = build_table([m.reads for m in plan.ranks[0]]).rows[0]
+    curve = memory_curve(plan, 0, row, MODEL)
+    assert [str(point.op) for point in curve] == ["0F0", "0F1", "0B1", "0F2", "0B2", "0B0"]
+    assert "".join(point.phase.value for point in curve) == "ABBBBC"
+    kept, kv, gradient = MODEL.kept_bytes_per_token, MODEL.kv_bytes_per_token, MODEL.kv_gradient_bytes_per_token
+    assert [point.activations // kept for point in curve] == [8, 14, 14, 11, 11, 8]
+    assert [point.keys_values // kv for point in curve] == [8, 8, 8, 8, 8, 0]
+    assert [point.gradients // gradient for point in curve] == [0, 0, 8, 8, 8, 8]
+    assert curve[1].working == 6 * MODEL.working_bytes_per_token + MODEL.logit_bytes(6)
 
 
 def test_without_operations_there_is_the_state() -> None:

@@ -1,7 +1,7 @@
 // A canvas with a left gutter for names, a right one for figures, and a horizontal axis that can be moved and zoomed.
 
 const GUTTER = 112;
-const MARGIN = 84;
+const MARGIN = 92;
 
 class View {
   // What part [start, stop) of [0, end) is seen; charts that share a view move together.
@@ -88,7 +88,8 @@ class Chart {
   // Ticks of the horizontal axis at `y`, their texts made by `format(value, step)`.
   axis(y, format, unit) {
     const step = niceStep((unit * (this.view.stop - this.view.start)) / Math.max(2, this.plotWidth / 110)) / unit;
-    for (let i = Math.ceil(this.view.start / step - 1e-9); i * step <= this.view.stop * (1 + 1e-9); i++) {
+    const first = Math.max(0, Math.ceil(this.view.start / step - 1e-9));
+    for (let i = first; i * step <= this.view.stop * (1 + 1e-9); i++) {
       const x = this.x(i * step);
       this.context.fillStyle = colour("rule");
       this.context.fillRect(x, y, 1, 5);

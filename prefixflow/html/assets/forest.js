@@ -92,16 +92,16 @@ function paintSegment(chart, s, scroll) {
     c.lineWidth = 2;
     c.strokeRect(x + 1, y + 1, Math.max(1, width - 2), Math.max(1, height - 2));
   }
-  if (width > 44 && height >= 12) paintSegmentName(chart, s, strong, x, y, width, height);
+  if (width > 30 && height >= 12) paintSegmentName(chart, s, strong, x, y, width, height);
 }
 
 function paintSegmentName(chart, s, strong, x, y, width, height) {
   const left = Math.max(x, GUTTER) + 5;
   const room = x + width - left - 4;
-  const texts = [`×${count(s.members)} · ${plural(s.tokens, "token")} · m${s.microbatch}`, `×${count(s.members)} m${s.microbatch}`];
-  const text = (s.members > 1 ? texts : [`${plural(s.tokens, "token")} · m${s.microbatch}`, `m${s.microbatch}`]).find(
-    (t) => chart.context.measureText(t).width <= room,
-  );
+  const [times, microbatch] = [`×${count(s.members)}`, `m${s.microbatch}`];
+  const size = `${plural(s.tokens, "token")} · ${microbatch}`;
+  const texts = s.members > 1 ? [`${times} · ${size}`, `${times} ${microbatch}`, times] : [size, microbatch];
+  const text = texts.find((t) => chart.context.measureText(t).width <= room);
   if (!text) return;
   const isInStrip = laneHeight >= 13 || s.members === 1;
   const middle = isInStrip ? y + Math.min(laneHeight, height) / 2 : y + height / 2;
@@ -171,7 +171,7 @@ function describeSegment(chart, x, y) {
 }
 
 function paintProfile(chart) {
-  const { width, end, logical, computed } = data.forest.profile;
+  const { width, end, logical, computed, shared } = data.forest.profile;
   const [top, bottom] = [14, PROFILE_HEIGHT - 24];
   const most = logical.reduce((a, b) => Math.max(a, b), 1);
   const y = (value) => bottom - (value / most) * (bottom - top);
@@ -188,7 +188,8 @@ function paintProfile(chart) {
   };
   chart.clipped(top, bottom - top, () => {
     area(logical, blend(colour("share-high"), colour("paper"), 0.74));
-    area(computed, colour("share-high"));
+    area(computed, colour("BF"));
+    area(shared, colour("share-high"));
   });
   chart.text("lanes run", 0, top + 6, { fill: colour("faint") });
   for (const value of [...new Set([0, most])]) {
@@ -202,12 +203,12 @@ function paintProfile(chart) {
 }
 
 function describeProfile(chart, x) {
-  const { width, end, logical, computed } = data.forest.profile;
+  const { width, end, logical, computed, shared } = data.forest.profile;
   const bin = Math.floor(chart.value(x) / width);
   if (x < GUTTER || !(bin in logical)) return null;
   const stop = Math.min(end, (bin + 1) * width);
   const place = stop - bin * width > 1 ? `positions ${count(bin * width)} to ${count(stop)}` : `position ${count(bin)}`;
-  return { tip: [place, `dense runs ${count(logical[bin])}`, `reuse runs ${count(computed[bin])}`] };
+  return { tip: [place, `dense runs ${count(logical[bin])}`, `reuse runs ${count(computed[bin])}, ${count(shared[bin])} of them shared`] };
 }
 
 function setLaneHeight(height) {

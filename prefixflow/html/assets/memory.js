@@ -82,8 +82,11 @@ function paintScale(chart, most, y) {
 }
 
 function paintStep(chart, step, y) {
-  const x = chart.x(step.start);
-  const width = chart.x(step.stop) - x + 0.3;
+  // Whole pixels: neighbours must not leave a seam.
+  const ratio = devicePixelRatio || 1;
+  const whole = (value) => Math.round(chart.x(value) * ratio) / ratio;
+  const x = whole(step.start);
+  const width = Math.max(1 / ratio, whole(step.stop) - x);
   let below = 0;
   step.held.forEach((size, i) => {
     if (!size) return;

@@ -38,7 +38,7 @@ function readTimeline({ mb, rows }) {
 const laneOf = () => {
   const chunks = data.numChunks;
   const height = data.pipelineSize <= 4 ? 34 : data.pipelineSize <= 8 ? 28 : 20;
-  return { height: Math.max(height, 17 * chunks), space: data.pipelineSize <= 8 ? 8 : 4 };
+  return { height: Math.max(height, 21 * chunks), space: data.pipelineSize <= 8 ? 8 : 4 };
 };
 const timelineHeight = () => data.pipelineSize * (laneOf().height + laneOf().space) + AXIS_HEIGHT;
 
@@ -55,7 +55,7 @@ function paintTimeline(chart) {
   });
   const axis = timelineHeight() - AXIS_HEIGHT;
   chart.axis(axis, timeLabel, 100 / data.ticks);
-  chart.text("of the step", GUTTER + chart.plotWidth + 22, axis + 14, { fill: colour("faint") });
+  chart.text("of the step", GUTTER + chart.plotWidth + 28, axis + 14, { fill: colour("faint") });
   for (const [name, number] of Object.entries(drawn)) report(name, number);
 }
 
@@ -176,7 +176,8 @@ function operationLines(op) {
 }
 
 function showTimelineLegend() {
-  const entries = Object.entries(PHASES).map(([name, text]) => [colour(name), text]);
+  const present = new Set(timeline().rows.flatMap((row) => row.map((op) => op.colour)));
+  const entries = Object.entries(PHASES).filter(([name]) => present.has(name)).map(([name, text]) => [colour(name), text]);
   if (timeline().mb.some(([tokens]) => tokens === 0)) entries.push([colour("gap"), "dummy"]);
   showLegend("schedule-legend", [...entries, ["hatched", "bubble"]]);
 }
