@@ -139,7 +139,8 @@ def _replicas(step: PlannedStep, timelines: Sequence[Timeline], makespan: float)
     plan = step.plan
     num_operations = [sum(map(len, timeline.spans)) for timeline in timelines]
     slowest_first = sorted(range(len(timelines)), key=lambda rank: -timelines[rank].makespan)
-    chosen, left = [], MAX_OPERATIONS
+    chosen: list[int] = []
+    left = MAX_OPERATIONS
     for rank in slowest_first:
         if not chosen or num_operations[rank] <= left:
             chosen.append(rank)
