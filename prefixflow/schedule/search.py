@@ -34,7 +34,8 @@ def plan_pipeline(trajectories: Sequence[Trajectory], config: PlanConfig, *, omi
     longest = max((len(s) for s in sharing.forest.segments), default=0)
     for divisor in BUDGET_DIVISORS[1:]:
         tokens = config.max_tokens_per_microbatch // divisor
-        too_short = config.prefix_reuse is PrefixReuse.OFF and tokens < longest
+        usable = tokens - tokens % config.token_multiple
+        too_short = config.prefix_reuse is PrefixReuse.OFF and usable < longest
         enough = (
             plan.num_microbatches >= ENOUGH_MICROBATCHES_PER_RANK * config.pipeline_size * config.data_parallel_size
         )

@@ -41,6 +41,14 @@ def test_without_reuse_no_trajectory_is_cut() -> None:
     assert {len(s) for s in plan.forest.segments} == {len(t) - 1 for t in GROUPS}
 
 
+def test_without_reuse_the_search_counts_padding() -> None:
+    """Half of the budget is 159 tokens, which would hold a trajectory of 158, but only 152 are a multiple of 8."""
+    batch = two_level_groups(8, 2, 129, 30)
+    assert {len(t) - 1 for t in batch} == {158}
+    config = PlanConfig(318, token_multiple=8, pipeline_size=4, prefix_reuse=PrefixReuse.OFF)
+    plan_pipeline(batch, config).assert_invariants(batch)
+
+
 @pytest.mark.parametrize("model", ["small", "llama3-8b"])
 @pytest.mark.parametrize("num_ranks", [4, 8])
 def test_reuse_wins_what_the_bottleneck_stage_allows(model: str, num_ranks: int) -> None:
