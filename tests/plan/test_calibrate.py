@@ -174,11 +174,18 @@ def costs(token: float = 1.0, pair: float = 0.0, slice: float = 0.0, merge: floa
 
 @pytest.mark.parametrize(
     ("measured", "is_shared"),
-    [(None, True), (costs(), True), (costs(slice=39.0), True), (costs(slice=41.0), False), (costs(merge=3.0), False)],
-    ids=["flops", "free", "cheap slice", "dear slice", "dear merge"],
+    [
+        (None, True),
+        (costs(), True),
+        (costs(slice=39.0), True),
+        (costs(slice=41.0), False),
+        (costs(merge=1.9), True),
+        (costs(merge=2.1), False),
+    ],
+    ids=["flops", "free", "cheap slice", "dear slice", "cheap merge", "dear merge"],
 )
 def test_measured_costs_decide_what_is_folded_and_the_bound_stays(measured: Costs | None, is_shared: bool) -> None:
-    """20 shared positions save 40 tokens with three branches; two of the branches merge 10 queries each: 2 * 10 * 3."""
+    """20 shared positions save 40 tokens with three branches; two of the branches merge 10 queries each."""
     prompt = list(range(21))
     trajectories = batch_of(*([*prompt, *range(100 * i, 100 * i + 10)] for i in (1, 2, 3)))
     config = PlanConfig(prefix_reuse=PrefixReuse.AUTO, measured=measured)  # type: ignore[arg-type]
