@@ -52,10 +52,9 @@ def build_forest(
     for tree, indices in enumerate(groups.values()):
         run = [i for i in indices if i not in omitted]
         if dense_trees is not None and tree not in dense_trees:
-            roots = _trie({i: trajectories[i].tokens for i in run})
+            _emit(_trie({i: trajectories[i].tokens for i in run}), tree, rows)
         else:
-            roots = [_Node(lengths[i], ends=[i], members=(i,)) for i in run]
-        _emit(roots, tree, rows)
+            rows.extend((None, tree, Range(0, lengths[i]), (i,)) for i in run)
     return Forest(renumber(rows), len(groups), lengths, omitted)
 
 
