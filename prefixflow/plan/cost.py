@@ -84,8 +84,8 @@ class Costs(ABC):
         forward, backward = self.forward, self.backward
         token, pair, row = forward.token + backward.token, forward.pair + backward.pair, forward.row + backward.row
         return [
-            token * len(segment.span) + row * num_rows + pair * attended_pairs(segment.span)
-            for segment, num_rows in zip(forest.segments, rows, strict=True)
+            token * len(span) + row * num_rows + pair * attended_pairs(span)
+            for span, num_rows in zip((segment.span for segment in forest.segments), rows, strict=True)
         ]
 
     def equal_cost_cuts(self, span: Range, max_tokens: int) -> tuple[Range, ...]:

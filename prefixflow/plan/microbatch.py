@@ -94,6 +94,9 @@ def pack_microbatches(
     top: list[_Bin] = []
     whole_trees: list[_Unit] = []
     for tree, segments in by_tree.items():
+        if len(segments) == 1 and len(segments[0]) <= budget:
+            whole_trees.append(_Unit(range(segments[0].id, segments[0].id + 1), len(segments[0])))
+            continue
         bins = _Tree(tree, segments, sizes, budget)
         top.extend(bins.top)
         whole_trees.extend(bins.rootless_units)

@@ -191,13 +191,13 @@ class _Scores:
 class Sharing:
     """What is shared and on which rank, before segments are cut and packed: what does not depend on the token budget.
 
-    dense_loads: predicted cost of each trajectory run by itself. The other figures are those of `Plan`.
+    The figures are those of `Plan`.
     """
 
     forest: Forest
     trees: tuple[tuple[int, ...], ...]
     rank_loads: tuple[float, ...]
-    dense_loads: tuple[float, ...]
+    baseline_rank_load: float
     baseline_flops: float
     reuse_flops: float
     num_fallback_groups: int
@@ -251,13 +251,12 @@ def _shared(
 def _placed(
     forest: Forest, dense: Forest, num_fallback_groups: int, trajectories: Sequence[Trajectory], config: PlanConfig
 ) -> Sharing:
-    dense_rows = segment_row_counts(dense, trajectories)
-    rows = dense_rows if forest is dense else segment_row_counts(forest, trajectories)
-    costs = config.deciding.segment_costs(forest, rows)
+    dense_costs, baseline_flops = _costs(dense, trajectories, config)
+    costs, reuse_flops = (dense_costs, baseline_flops) if forest is dense else _costs(forest, trajectories, config)
     placement = place_forest(forest, costs, config.data_parallel_size)
     placed, placed_costs = placement.forest, costs
     if placed is not forest:
-        placed_costs = config.deciding.segment_costs(placed, segment_row_counts(placed, trajectories))
+        placed_costs, _ = _costs(placed, trajectories, config)
     rank_of = {tree: rank for rank, trees in enumerate(placement.trees) for tree in trees}
     loads = [0.0] * config.data_parallel_size
     for segment, cost in zip(placed.segments, placed_costs, strict=True):
@@ -266,13 +265,25 @@ def _placed(
         forest=placed,
         trees=placement.trees,
         rank_loads=tuple(loads),
-        dense_loads=tuple(config.deciding.segment_costs(dense, dense_rows)),
-        baseline_flops=config.cost.forest_flops(dense, dense_rows),
-        reuse_flops=config.cost.forest_flops(forest, rows),
+        baseline_rank_load=_rank_load(dense_costs, config.data_parallel_size),
+        baseline_flops=baseline_flops,
+        reuse_flops=reuse_flops,
         num_fallback_groups=num_fallback_groups,
         split_loss_tokens=placed.computed_tokens - forest.computed_tokens,
         split_loss=sum(placed_costs) - sum(costs),
     )
+
+
+def _costs(forest: Forest, trajectories: Sequence[Trajectory], config: PlanConfig) -> tuple[list[float], float]:
+    """Training cost of each segment, as planning goes by it, and the FLOPs of all."""
+    rows = segment_row_counts(forest, trajectories)
+    costs = config.deciding.segment_costs(forest, rows)
+    return costs, sum(costs) if config.measured is None else config.cost.forest_flops(forest, rows)
+
+
+def _rank_load(loads: Sequence[float], num_ranks: int) -> float:
+    """Of the most loaded rank."""
+    return max(sum(loads[t] for t in trees) for trees in place_trees(loads, num_ranks))
 
 
 def pack_plan(trajectories: Sequence[Trajectory], config: PlanConfig, sharing: Sharing) -> Plan:
@@ -288,14 +299,13 @@ def pack_plan(trajectories: Sequence[Trajectory], config: PlanConfig, sharing: S
         )
         for t in sharing.trees
     )
-    dense_placement = place_trees(sharing.dense_loads, config.data_parallel_size)
     return Plan(
         config=config,
         forest=forest,
         trees=sharing.trees,
         ranks=ranks,
         rank_loads=sharing.rank_loads,
-        baseline_rank_load=max(sum(sharing.dense_loads[t] for t in rank) for rank in dense_placement),
+        baseline_rank_load=sharing.baseline_rank_load,
         baseline_flops=sharing.baseline_flops,
         reuse_flops=sharing.reuse_flops,
         num_fallback_groups=sharing.num_fallback_groups,
