@@ -20,7 +20,7 @@ from prefixflow.html import payload as page_payload
 from prefixflow.palette import COLOURS
 from prefixflow.schedule.memory import Phase
 from prefixflow.schedule.ops import Kind
-from prefixflow.testing.generate import Style, mixed_workload, two_level_groups
+from prefixflow.testing.generate import Style, mixed_workload, trees, two_level_groups
 from prefixflow.trajectories import write_trajectories
 
 NASTY = 'task </script><img src=x> & "\u2028'
@@ -31,12 +31,12 @@ NOISE = re.compile(r":INFO:CONSOLE|:ERROR:CONSOLE|Uncaught")
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompts with answers, and all shapes; one group has a name that would end a careless script element."""
+    """A tree of three branches with three leaves each, whose name would end a careless script element; and all shapes."""
     path = tmp_path_factory.mktemp("html") / "mixed.jsonl"
     style = Style(vocab_size=512)
     named = [
         replace(t, id=f"{t.id} {NASTY}", group=NASTY)
-        for t in two_level_groups(1, 5, prefix_tokens=60, suffix_tokens=(20, 30), seed=1, style=style)
+        for t in trees(1, depth=2, branching=3, segment_tokens=40, seed=1, style=style)
     ]
     write_trajectories(path, [*named, *mixed_workload(style=style)])
     return path
@@ -228,6 +228,10 @@ const probe = (id, x, y) => {
 };
 const found = Object.fromEntries([["timeline", 113, 5], ["forest-canvas", 114, 3], ["memory-canvas", 130, 100]]
   .map(([id, x, y]) => [id, probe(id, x, y)]));
+// Down the middle of the plot, between a left gutter of 112 and a right one of 92 pixels: the branches of the first tree.
+const canvas = document.getElementById("forest-canvas");
+found.branches = [];
+for (let y = 1; y < canvas.clientHeight; y += 2) found.branches.push(probe("forest-canvas", canvas.clientWidth / 2 + 10, y).tip);
 const pre = document.createElement("pre");
 pre.id = "probe";
 pre.textContent = JSON.stringify(found).replaceAll("<", "\\\\u003c");
@@ -312,14 +316,18 @@ def test_browser_shows_both_themes_and_every_phase(rendering: Rendering) -> None
 
 
 def test_browser_says_what_is_under_the_pointer(rendering: Rendering) -> None:
-    tips = {name: found["tip"].split("|") for name, found in rendering.probe.items()}
+    tips = {name: found["tip"].split("|") for name, found in rendering.probe.items() if name != "branches"}
     operation = tips["timeline"]
     assert operation[0] == "0F0: forward of microbatch 0 on stage 0"
     assert operation[1].startswith(("A: prefix forward", "B: suffix forward"))
     assert re.fullmatch(r"\d+\.\d\d % of the step, [\d.]+ [kMGTP]?FLOP", operation[2])
     segment = tips["forest-canvas"]
     assert segment[0].startswith(f"{NASTY}: ")
-    assert segment[1].startswith("5 trajectories: ")
+    assert segment[1].startswith("9 trajectories: ")
     assert segment[2].startswith("saves ")
+    branches = [tip for tip in rendering.probe["branches"] if tip.startswith(NASTY)]
+    heights = [branches.count(tip) for tip in dict.fromkeys(branches)]
+    assert len(heights) == 3, "a branch is as tall as its trajectories, and below the one before it"
+    assert max(heights) - min(heights) <= 1
     memory = tips["memory-canvas"]
     assert [line.split(":")[0] for line in memory[1:5]] == ["in work", "activations", "K/V", "gK/gV"]
