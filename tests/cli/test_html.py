@@ -31,12 +31,12 @@ NOISE = re.compile(r":INFO:CONSOLE|:ERROR:CONSOLE|Uncaught")
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tree of three branches with three leaves each, whose name would end a careless script element; and all shapes."""
+    """Two trees of three branches with three leaves each, and all shapes; one name would end a careless script element."""
     path = tmp_path_factory.mktemp("html") / "mixed.jsonl"
     style = Style(vocab_size=512)
     named = [
-        replace(t, id=f"{t.id} {NASTY}", group=NASTY)
-        for t in trees(1, depth=2, branching=3, segment_tokens=40, seed=1, style=style)
+        replace(t, id=f"{t.id} {NASTY}", group=NASTY if t.group == "t0" else "other tree")
+        for t in trees(2, depth=2, branching=3, segment_tokens=40, seed=1, style=style)
     ]
     write_trajectories(path, [*named, *mixed_workload(style=style)])
     return path

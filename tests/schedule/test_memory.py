@@ -59,7 +59,7 @@ def test_curve_by_hand() -> None:
     assert [point.keys_values // kv for point in curve] == [8, 8, 8, 8, 8, 0]
     assert [point.gradients // gradient for point in curve] == [0, 0, 8, 8, 8, 8]
     # A second tree after it finds nothing left behind.
-    plan = plan_of([*BATCH, *batch_of([7, 8, 9])])
+    plan = plan_of([*BATCH, *batch_of([7, 8, 9], group="h")])
     last = memory_curve(plan, 0, build_table([m.reads for m in plan.ranks[0]]).rows[0], MODEL)[-1]
     assert (last.activations, last.keys_values, last.gradients) == (2 * kept, 0, 0)
     assert curve[1].working == 6 * MODEL.working_bytes_per_token + MODEL.logit_bytes(6)

@@ -191,7 +191,7 @@ function paintProfile(chart) {
     area(computed, colour("BF"));
     area(shared, colour("share-high"));
   });
-  chart.text("lanes run", 0, top + 6, { fill: colour("faint") });
+  chart.text("lanes run", GUTTER - 8, (top + bottom) / 2, { fill: colour("faint"), align: "right" });
   for (const value of [...new Set([0, most])]) {
     chart.text(count(Math.round(value)), GUTTER - 8, y(value), { fill: colour("faint"), align: "right" });
   }

@@ -81,7 +81,8 @@ function paintOperation(chart, op, laneTop, laneHeight, bubbles) {
   const c = chart.context;
   const x = chart.x(op.start);
   const full = chart.x(op.stop) - x;
-  const width = Math.max(0.5, full - (full > 3 ? 1 : 0));
+  // No least width: where many operations share a pixel, they and the bubbles between them blend in true proportion.
+  const width = full > 3 ? full - 1 : full;
   const height = laneHeight / data.numChunks;
   const y = laneTop + op.chunk * height;
   c.globalAlpha = opacity(op.microbatch);
