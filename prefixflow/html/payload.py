@@ -53,7 +53,8 @@ def payload(step: PlannedStep) -> dict[str, Any]:
     return {
         "forest": _forest(step, rows),
         "replicas": _replicas(step, timelines, makespan),
-        "stepFlops": makespan,
+        "stepCost": makespan,
+        "unit": "FLOP" if plan.config.measured is None else "s",
         "ticks": TICKS,
         "pipelineSize": plan.config.pipeline_size,
         "numChunks": plan.config.num_chunks,

@@ -18,8 +18,12 @@ import pytest
 from prefixflow.cli import main
 from prefixflow.html import payload as page_payload
 from prefixflow.palette import COLOURS
-from prefixflow.schedule.memory import Phase
+from prefixflow.plan.cost import CostModel, MeasuredCosts, Rates
+from prefixflow.plan.plan import PlanConfig
+from prefixflow.plan.shapes import ModelShape
+from prefixflow.schedule.memory import MemoryModel, Phase
 from prefixflow.schedule.ops import Kind
+from prefixflow.schedule.search import plan_pipeline
 from prefixflow.testing.generate import Style, mixed_workload, trees, two_level_groups
 from prefixflow.trajectories import write_trajectories
 
@@ -182,6 +186,16 @@ def test_a_bad_place_is_refused_before_planning(
     assert words in capsys.readouterr().err
     assert source.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize(("measured", "unit"), [(None, "FLOP"), (MeasuredCosts(Rates(1e-3), Rates(2e-3)), "s")])
+def test_time_is_in_the_unit_of_the_costs(measured: MeasuredCosts | None, unit: str) -> None:
+    trajectories = two_level_groups(1, 2, prefix_tokens=11, suffix_tokens=5)
+    plan = plan_pipeline(trajectories, PlanConfig(cost=CostModel(linear=1e6), measured=measured))
+    step = page_payload.PlannedStep(plan, trajectories, MemoryModel(ModelShape.from_name("tiny")))
+    data = page_payload.payload(step)
+    assert data["unit"] == unit
+    assert (data["stepCost"] < 1) == (unit == "s")
 
 
 # Machado, Oliveira and Fernandes (2009), severity 1, in linear RGB.

@@ -37,7 +37,7 @@ function showLoads() {
     const ratio = mean ? `${(r.load / mean).toFixed(3)} × mean` : "no work";
     const figure = `${ratio}, ${plural(r.trees, "tree")}, ${count(r.tokens)} tokens`;
     const made = row(`replica ${index}`, [[colour("AF"), r.load / most]], figure, mean / most);
-    const outer = button("", `${flops(r.load)}, ${count(r.microbatches)} microbatches`, () => selectReplica(index));
+    const outer = button("", `${cost(r.load)}, ${count(r.microbatches)} microbatches`, () => selectReplica(index));
     outer.className = "row";
     outer.append(...made.children);
     outer.disabled = !r.rows;

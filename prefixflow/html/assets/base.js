@@ -36,7 +36,9 @@ function scaled(value, base, units) {
   return `${(value / base ** power).toPrecision(3).replace(/e\+?\d+$/, "")} ${units[power]}`;
 }
 const bytes = (n) => scaled(n, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]);
-const flops = (n) => scaled(n, 1000, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"]);
+// Predicted cost: FLOPs of one pipeline rank, or seconds where the plan was made from measured costs.
+const cost = (n) =>
+  data.unit === "s" ? scaled(n * 1e6, 1000, ["µs", "ms", "s"]) : scaled(n, 1000, ["", "k", "M", "G", "T", "P", "E"]) + data.unit;
 const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
 const few = (names, most) => names.slice(0, most).join(", ") + (names.length > most ? `, … (${count(names.length)})` : "");
 

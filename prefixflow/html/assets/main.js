@@ -19,7 +19,8 @@ function showBalance() {
   const { rows, operations } = data.replicas[state.replica];
   const drawn = rows.reduce((sum, flat) => sum + flat.length / OPERATION_WIDTH, 0);
   element("schedule-of").textContent = data.replicas.length > 1 ? `of replica ${state.replica}` : "";
-  element("schedule-note").textContent = drawn < operations ? `Drawn: the first ${count(drawn)} of ${count(operations)} operations.` : "";
+  const rest = drawn < operations ? ` Drawn: the first ${count(drawn)} of ${count(operations)} operations.` : "";
+  element("schedule-note").textContent = `All of it: ${cost(data.stepCost)} on one pipeline rank of the slowest replica.${rest}`;
 }
 
 function setTheme(theme) {

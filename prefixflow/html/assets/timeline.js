@@ -169,7 +169,7 @@ function operationLines(op) {
   return [
     `${op.name}: ${kind} of microbatch ${op.microbatch} on stage ${op.stage}`,
     op.isDummy ? "a dummy, which fills the schedule" : PHASES[op.colour],
-    `${percent(share, 2)} of the step, ${flops(share * data.stepFlops)}`,
+    `${percent(share, 2)} of the step, ${cost(share * data.stepCost)}`,
     `${plural(tokens, "token")}${padding ? ` and ${count(padding)} of padding` : ""}`,
     ...(reads.length ? [`reads K/V of ${names(reads)}`] : []),
     ...(readers[op.microbatch].length ? [`is read by ${names(readers[op.microbatch])}`] : []),
