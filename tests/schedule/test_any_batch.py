@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixflow.plan import plan as planning
+from prefixflow.plan.cost import SharingOverhead
 from prefixflow.plan.fold import fold_small_segments
 from prefixflow.plan.plan import MergeGroups, PlanConfig, PrefixReuse
 from prefixflow.schedule import search
@@ -48,7 +49,7 @@ def step_configs(draw: st.DrawFn, trajectories: Sequence[Trajectory]) -> PlanCon
 def test_any_batch_has_a_valid_step(trajectories: list[Trajectory], data: st.DataObject) -> None:
     """Thresholds in tokens are lowered to the size of these batches, so that each choice is taken both ways."""
     config, omit = data.draw(step_configs(trajectories)), data.draw(omitted_of(trajectories))
-    overhead = data.draw(st.sampled_from([0, 2, 16]))
+    overhead = SharingOverhead(data.draw(st.sampled_from([0, 2, 16])))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "SMALLEST_BUDGET_TOKENS", 1)
         patch.setattr(planning, "MERGED_PREFIX_TOKENS", data.draw(st.integers(1, 64)))
