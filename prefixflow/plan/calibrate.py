@@ -5,6 +5,7 @@ seconds per FLOP, give a first guess of the seconds per token, attended pair and
 (`Work`: these, attention slices, merged queries) and 1 for the operation itself are the columns of a non-negative
 least-squares problem whose coefficients are seconds per unit. Its rows are the measured operations, divided by their
 seconds, so that long ones do not drown short ones, and one row for each guess, which decides where the measurements do not.
+Guessed coefficients stay above a small part of the guess, the others above zero.
 
 The layer that a microbatch without rows leaves out is not known to `Work`; it shows in the residual.
 """
@@ -27,6 +28,8 @@ from prefixflow.trajectories.files import atomic_write
 
 GUESS_WEIGHT = 0.1
 """Weight of a guessed coefficient that is wrong by all of itself, against an operation that is."""
+LEAST_OF_GUESS = 0.01
+"""A coefficient is at least this part of its guess: no work is free, also where noise or overhead hides its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class Calibration:
     ) -> Calibration:
         """Refine `flops`, those of the model that was measured.
 
-        Raises ValueError where nothing was measured or no time depends on tokens.
+        Raises ValueError where no forward or no backward was measured.
         """
         forward, residual_forward = _fit([m for m in measurements if not m.is_backward], flops.forward, "forward")
         backward, residual_backward = _fit([m for m in measurements if m.is_backward], flops.backward, "backward")
@@ -147,22 +150,16 @@ def _fit(measurements: Sequence[Measurement], flops: Rates, kind: str) -> tuple[
         raise ValueError(f"Calibration needs measured {kind} operations, got none; run at least one step.")
     weight = 1.0 / np.array([m.seconds for m in timed])
     design = np.array([m.columns() for m in timed]) * weight[:, None]
-    # Overheads are not guessed: FLOPs know nothing of them.
+    # FLOPs know nothing of overheads. What all operations have alike is guessed to be their own, not their slices'.
     guessed = np.array([flops.token, flops.pair, flops.row, 0.0, 0.0, 0.0])
     guess = guessed / np.median(design @ guessed)
     known = guess > 0
     scale = np.where(known, guess, 1.0 / np.maximum(design.max(axis=0), np.finfo(float).tiny))
-    guess_rows = GUESS_WEIGHT * np.eye(len(guess))[known]
-    found = scale * nonnegative_least_squares(
-        np.vstack([design * scale, guess_rows]),
-        np.concatenate([np.ones(len(timed)), np.full(len(guess_rows), GUESS_WEIGHT)]),
-    )
+    rows = np.vstack([design * scale, GUESS_WEIGHT * np.eye(len(guess))[:-1]])
+    target = np.concatenate([np.ones(len(timed)), GUESS_WEIGHT * known[:-1]])
+    least = LEAST_OF_GUESS * known
+    found = scale * (least + nonnegative_least_squares(rows, target - rows @ least))
     rates = Rates(*found.tolist())
-    if rates.token <= 0:
-        raise ValueError(
-            f"Calibration found no time per token in {len(timed)} {kind} operations; measure more operations, of "
-            "different lengths."
-        )
     return rates, float(np.sqrt(np.mean((design @ found - 1.0) ** 2)))
 
 

@@ -105,6 +105,15 @@ def test_noise_moves_them_little_and_shows_in_the_residual() -> None:
     assert 0.03 < found.residual_forward < 0.07
 
 
+def test_tokens_are_never_free() -> None:
+    """Times that depend on the operation alone: the rates of work are small and positive, so that plans can divide."""
+    works = [Work(tokens=n, pairs=float(n * n), rows=0, slices=1, merged=0) for n in (10, 20, 40, 80)]
+    flat = [Measurement(is_backward, work, 1.0) for work in works for is_backward in (False, True)]
+    found = Calibration.fit(flat, CostModel(linear=10.0, attention=1.0), PLACE, "2026-01-01").costs
+    assert 0 < found.backward.token < 0.01
+    assert found.backward.operation > 0.5
+
+
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_nothing_measured_is_refused(is_backward: bool) -> None:
     one_kind = [m for m in measured() if m.is_backward is is_backward]
