@@ -54,6 +54,7 @@ def write_files(folder: Path) -> dict[str, str]:
     """Name to path of every file."""
     mixed = mixed_workload(seed=1, style=STYLE)
     groups = two_level_groups(3, 4, (20, 33), (3, 9), seed=2, style=STYLE)
+    deep = trees(1, 4, 2, (2, 9), seed=4, style=STYLE)
     batches = {
         "mixed": mixed,
         "mixed-near": near_policy(mixed),
@@ -61,7 +62,8 @@ def write_files(folder: Path) -> dict[str, str]:
         "groups": groups,
         "groups-near": near_policy(groups),
         "chains": stepwise_chains(seed=3, style=STYLE),
-        "deep": trees(1, 4, 2, (2, 9), seed=4, style=STYLE),
+        "deep": deep,
+        "deep-near": near_policy(deep),
         "few-words": two_level_groups(4, 8, (40, 50), (30, 40), seed=10, style=Style(vocab_size=3)),
         "edges": edge_cases(seed=5, style=STYLE),
         "temperatures": with_temperatures(near_policy(trees(2, 3, 2, seed=6, style=STYLE))),

@@ -35,7 +35,7 @@ from prefixflow.importer.importer import ImportOptions, Mode, import_trajectorie
 from prefixflow.runtime.attention.kernels import select_kernel
 from prefixflow.runtime.world import Worlds
 from prefixflow.trajectories import read_trajectories, write_trajectories
-from tests.mcore.parity_files import write_files
+from tests.mcore.parity_files import near_policy, write_files
 
 FLOAT64_LIMIT = 1e-9
 FLOAT32_LIMIT = 1e-5
@@ -48,6 +48,9 @@ BIASED = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-quer
 QWEN_LIKE = """--num-layers 2 --hidden-size 64 --num-attention-heads 8 --group-query-attention --num-query-groups 4
 --kv-channels 16 --ffn-hidden-size 96 --vocab-size 509 --max-position-embeddings 4096 --normalization RMSNorm --swiglu
 --disable-bias-linear --qk-layernorm --rotary-base 1000000 --make-vocab-size-divisible-by 8"""
+
+PIPED = "--model tiny --max-tokens 32"
+GSPO = "--policy-loss gspo --clip-low 0.02 --clip-high 0.03"
 
 # (file, what to compute)
 ONE_PROCESS = [
@@ -106,6 +109,23 @@ SEVERAL_PROCESSES = [
     ("mixed-near", f"{TINY} --max-tokens 64 --tp 2 --sequence-parallel --dp 2 --kl-coef 0.1"),
     ("two-groups", f"{QWEN_LIKE} --max-tokens 16 --tp 2 --sequence-parallel --dp 2 --recompute full"),
 ]
+PIPELINES = [
+    ("groups", f"{PIPED} --pp 2 --decoder-first-pipeline-num-layers 3"),
+    ("groups", f"{PIPED} --pp 2 --vpp 2 --recompute full"),
+    ("chains", f"{PIPED} --pp 4 --recompute full"),
+    ("deep-near", f"{PIPED} --pp 2 --vpp 2 {GSPO}"),
+    ("deep-near", f"{PIPED} --pp 2 --dp 2 --recompute full {GSPO}"),
+    # Log-probabilities that the file lacks come from forward-only passes through the pipeline.
+    ("mixed-partly-old", f"{PIPED} --pp 2 --kl-coef 0.1"),
+    # Tied embeddings on the first and the last stage.
+    ("mixed", f"{QWEN_LIKE} --max-tokens 64 --pp 2 --tp 2 --sequence-parallel --recompute full"),
+]
+EVERY_PIPELINE = [
+    (file, f"{PIPED} {layout} --recompute {recompute}")
+    for file in ("groups", "chains", "deep")
+    for layout in ("--pp 2", "--pp 2 --vpp 2", "--pp 2 --tp 2", "--pp 2 --dp 2", "--pp 4")
+    for recompute in ("none", "full")
+]
 FLOAT32 = [
     ("mixed", f"{TINY} --max-tokens 64"),
     ("mixed-near", f"{TINY} --max-tokens 16 --recompute full --kl-coef 0.1"),
@@ -151,8 +171,14 @@ def assert_exact(result: dict[str, Any]) -> None:
     assert result["shared_segments"] > 0
 
 
-@pytest.mark.parametrize(("file", "text"), ONE_PROCESS + SEVERAL_PROCESSES)
+@pytest.mark.parametrize(("file", "text"), ONE_PROCESS + SEVERAL_PROCESSES + PIPELINES)
 def test_float64(runner, files, file, text):
+    assert_exact(compare(runner, files[file], text, "float64"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "text"), EVERY_PIPELINE)
+def test_every_pipeline(runner, files, file, text):
     assert_exact(compare(runner, files[file], text, "float64"))
 
 
@@ -350,9 +376,18 @@ TRACE_SLICES: list[tuple[str, str, ImportOptions, int, str]] = [
         40,
         f"{TINY} --max-tokens 64 --recompute full --tp 2 --sequence-parallel",
     ),
+    ("crosswords", "crosswords_tree_search", ImportOptions(max_groups=1), 40, f"{PIPED} --pp 4 {GSPO}"),
     ("game24", "game24_samples_g16", ImportOptions(max_groups=2), 32, f"{TINY} --max-tokens 512 --dp 2"),
+    ("game24", "game24_samples_g16", ImportOptions(max_groups=2), 32, f"{TINY} --max-tokens 256 {GSPO}"),
     ("xquad", "xquad_articles", ImportOptions(max_groups=1), 3, f"{FEW_HEADS} --max-tokens 1024"),
     ("tau", "tau_bench_airline", ImportOptions(mode=Mode.STEPS, max_groups=1), 2, f"{FEW_HEADS} --max-tokens 2048"),
+    (
+        "tau",
+        "tau_bench_airline",
+        ImportOptions(mode=Mode.STEPS, max_groups=1),
+        2,
+        f"{FEW_HEADS} --max-tokens 2048 --pp 2 {GSPO}",
+    ),
 ]
 
 
@@ -362,5 +397,6 @@ def test_real_trajectories(runner, traces, tmp_path_factory, name, trace, option
     path = tmp_path_factory.getbasetemp() / f"{name}.jsonl"
     # The shortest ones keep the reference quick; of so few, the rewards may all be zero.
     kept = sorted(batch, key=len)[:num_kept]
-    write_trajectories(path, [replace(t, advantages=np.full(len(t), 1.0 + i)) for i, t in enumerate(kept)])
+    kept = [replace(t, advantages=np.full(len(t), 1.0 + i)) for i, t in enumerate(kept)]
+    write_trajectories(path, near_policy(kept))
     assert_exact(compare(runner, str(path), text, "float64"))
