@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
 from megatron.prefixflow.params import MicrobatchParams
@@ -51,10 +52,15 @@ class _Scored:
 
 @dataclass(slots=True)
 class _Alive:
-    """State of a microbatch between its F and its B."""
+    """State of a microbatch between its F and its B.
+
+    root: where its graph begins. The output itself is not kept: once sent (or scored), only its graph is needed.
+    """
 
     received: Tensor | None
-    hidden: Tensor
+    root: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
     context: AttentionContext
     scored: _Scored | None
 
@@ -107,7 +113,7 @@ class StageRunner:
         if self._head is not None:
             scored = self._head.score(hidden, arrays, keep_logits=keep_logits and self.training)
         if self.training:
-            self._alive[m] = _Alive(received, hidden, context, scored)
+            self._alive[m] = _Alive(received, get_gradient_edge(hidden), hidden.shape, hidden.dtype, context, scored)
         else:
             self._release(microbatch)
         return hidden
@@ -115,9 +121,11 @@ class StageRunner:
     def backward(self, m: int, received: Tensor | None) -> Tensor | None:
         """B(m): seed with the next stage's gradient or the rows' loss; gK/gV flow through the cache."""
         alive = self._alive.pop(m)
-        grad_hidden = received if self._head is None else self._head.gradient(alive.scored, alive.hidden)
+        grad_hidden = received
+        if self._head is not None:
+            grad_hidden = self._head.gradient(alive.scored, alive.shape, alive.dtype)
         alive.context.operation = Operation.BACKWARD
-        torch.autograd.backward(alive.hidden, grad_hidden)
+        torch.autograd.backward(alive.root, grad_hidden)
         self._release(self.workload.microbatches[m])
         for block in self.workload.microbatches[m].writes:
             self.cache.close(block)
@@ -219,12 +227,12 @@ class LanguageModelHead:
         self.objective.record(entry_index, rows.logprobs[entry_row], entropy)
         return _Scored(rows, row_index, entry_row, entry_index)
 
-    def gradient(self, scored: _Scored | None, hidden: Tensor) -> Tensor:
-        """Loss gradient of `hidden` [T/tp, 1, h]; adds the head's own gradient to its weight."""
-        if scored is None:
-            return torch.zeros_like(hidden)
-        grads = self.objective.row_gradients(scored.entry_index, scored.entry_row, num_rows=len(scored.row_index))
+    def gradient(self, scored: _Scored | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Loss gradient of the output, of `shape` [T/tp, 1, h]; adds the head's own gradient to its weight."""
         weight = self._weight()
+        if scored is None:
+            return weight.new_zeros(shape, dtype=dtype)
+        grads = self.objective.row_gradients(scored.entry_index, scored.entry_row, num_rows=len(scored.row_index))
         main_grad = getattr(weight, "main_grad", None)
         accumulate = main_grad is not None and main_grad.dtype == scored.rows.dtype
         grad_rows, grad_weight = scored.rows.backward(
@@ -233,7 +241,7 @@ class LanguageModelHead:
         if not accumulate:
             _add_gradient(weight, grad_weight)
         size, rank = (self.tp_group.size(), self.tp_group.rank()) if self.sequence_parallel else (1, 0)
-        num_local = hidden.shape[0]
+        num_local = shape[0]
         full = grad_rows.new_zeros(num_local * size, grad_rows.shape[1])
         # A position scored at several temperatures has several rows.
         full.index_add_(0, scored.row_index, grad_rows)

@@ -9,12 +9,15 @@ with several chunks a rank, the wrap-around links of each. On a channel both end
 every row runs F in forward order and B in backward order, so a backend that matches by order (NCCL) and one
 that matches by tag (gloo) behave the same, and no direction can block the other.
 
-The next message of a channel is received while the current operation runs.
+The next message of a channel is received while the current operation runs. A sent message belongs to its link, which
+drops it when it has left; nobody else keeps it.
 """
 
 from __future__ import annotations
 
 import enum
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +82,51 @@ class _Incoming:
     work: Any
 
 
+class Outbox:
+    """Messages of one channel that are being sent; each is dropped when it has left.
+
+    Gloo notices the end of a send only while someone waits for it, so there a thread does. NCCL is asked.
+    """
+
+    def __init__(self, *, needs_waiting: bool) -> None:
+        self._sending: list[tuple[Any, Tensor]] = []
+        self._error: Exception | None = None
+        self._waiting: queue.SimpleQueue[tuple[Any, Tensor] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if needs_waiting:
+            # A daemon: when this rank fails, nobody may ever take what it has sent.
+            self._thread = threading.Thread(target=self._wait, daemon=True)
+            self._thread.start()
+
+    def add(self, work: Any, message: Tensor) -> None:
+        """Keep `message` until `work` is done."""
+        if self._thread is not None:
+            self._waiting.put((work, message))
+        else:
+            self._sending = [(w, t) for w, t in self._sending if not w.is_completed()]
+            self._sending.append((work, message))
+
+    def finish(self) -> None:
+        """Wait until everything has left; raises what a send has raised."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join()
+        for work, _ in self._sending:
+            work.wait()
+        self._sending = []
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            try:
+                item[0].wait()
+            except Exception as error:
+                self._error = self._error or error
+            # Or the message would live until the next one comes.
+            del item
+
+
 class Links:
     """Sends and receives the messages of one rank's row.
 
@@ -104,7 +152,7 @@ class Links:
         self.num_bytes_sent = 0
         self._following = _following_on_channel(row, topology)
         self._incoming: dict[Op, _Incoming] = {}
-        self._sending: list[tuple[Any, Tensor]] = []
+        self._outboxes: dict[Channel, Outbox] = {}
 
     def receive(self, op: Op) -> Tensor:
         """The input of `op`; starts to receive the next one of the same channel."""
@@ -124,21 +172,20 @@ class Links:
         expected = self.shape(op.microbatch)
         assert tuple(result.shape) == expected, f"{op}: message {tuple(result.shape)}, planned {expected}"
         message = result.detach().contiguous()
+        channel = self.topology.channel(target)
         work = dist.isend(
-            message,
-            dst=self.topology.holder(target),
-            group=self.groups[self.topology.channel(target)],
-            tag=_tag(target, self.topology),
+            message, dst=self.topology.holder(target), group=self.groups[channel], tag=_tag(target, self.topology)
         )
         self.num_bytes_sent += message.numel() * message.element_size()
-        self._sending = [(w, t) for w, t in self._sending if not w.is_completed()]
-        self._sending.append((work, message))
+        if channel not in self._outboxes:
+            self._outboxes[channel] = Outbox(needs_waiting=self.device.type == "cpu")
+        self._outboxes[channel].add(work, message)
 
     def finish(self) -> None:
         """Wait until everything is sent; every expected message must have been taken."""
-        for work, _ in self._sending:
-            work.wait()
-        self._sending = []
+        for outbox in self._outboxes.values():
+            outbox.finish()
+        self._outboxes = {}
         assert not self._incoming, f"messages nobody took: {[str(op) for op in self._incoming]}"
 
     def _post(self, op: Op) -> None:
