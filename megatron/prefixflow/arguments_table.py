@@ -181,7 +181,7 @@ GENERATED_EFFECTIVE = _names(
     moe_flex_dispatcher_backend moe_permute_fusion moe_apply_probs_on_input moe_deepep_num_sms
     moe_hybridep_num_sms clone_scatter_output_in_embedding config_logger_dir lr decoupled_lr
     decoupled_min_lr weight_decay apply_wd_to_qk_layernorm adam_beta1 adam_beta2 adam_eps
-    sgd_momentum use_distributed_optimizer clip_grad"""
+    sgd_momentum use_distributed_optimizer overlap_grad_reduce clip_grad"""
 )
 
 FLAG_ALIASES: dict[str, str] = {
@@ -334,7 +334,9 @@ OWN_ROWS: tuple[Row, ...] = (
         default=True,
         dest="check_for_nan_in_loss_and_grad",
     ),
-    Row("--ddp-bucket-size", int, None, "elements of a gradient bucket"),
+    Row(
+        "--ddp-bucket-size", int, None, "elements of a gradient bucket, with --overlap-grad-reduce on the first pp rank"
+    ),
     _flag("--ddp-pad-buckets-for-high-nccl-busbw", "bucket sizes that suit NCCL"),
     # Fusions
     _flag(
@@ -606,7 +608,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
     ),
     NoEffect(
         "communication follows the table of operations, not Megatron's schedules",
-        flags="""--overlap-grad-reduce --overlap-param-gather
+        flags="""--overlap-param-gather
         --overlap-param-gather-with-optimizer-step --no-align-grad-reduce
         --disable-align-grad-reduce --no-align-param-gather --no-overlap-p2p-communication
         --overlap-p2p-communication-warmup-flush --use-ring-exchange-p2p

@@ -48,6 +48,7 @@ from megatron.prefixflow.calibration import (
 from megatron.prefixflow.gradients import reduce_gradients
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.model import build_model, wrap_data_parallel
+from megatron.prefixflow.overlap import EarlyReduction
 from megatron.prefixflow.planning import plan_step
 from megatron.prefixflow.session import start_session
 from megatron.prefixflow.step import StepRunner
@@ -133,6 +134,7 @@ class Bench:
             vocab_size=self.args.vocab_size,
             max_response_tokens=self.args.max_response_length,
         )
+        self.runner.reduction = EarlyReduction.of(self.ddp, self.groups)
         self.loss = loss_config(self.args)
         self.measurements: list[Measurement] = []
 

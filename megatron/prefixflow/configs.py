@@ -173,12 +173,13 @@ def optimizer_config(args: Arguments) -> OptimizerConfig:
 
 
 def ddp_config(args: Arguments) -> DistributedDataParallelConfig:
-    """Configuration of the gradient buffers; reduction is started by the table, not by overlap."""
+    """Configuration of the gradient buffers."""
     in_fp32 = args.accumulate_allreduce_grads_in_fp32 or args.bf16
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=in_fp32 and not args.grad_reduce_in_bf16 and args.dtype != "float64",
         use_distributed_optimizer=args.use_distributed_optimizer,
         check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
+        overlap_grad_reduce=args.overlap_grad_reduce,
         bucket_size=args.ddp_bucket_size,
         pad_buckets_for_high_nccl_busbw=args.ddp_pad_buckets_for_high_nccl_busbw,
     )

@@ -17,13 +17,20 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from megatron.prefixflow.groups import Groups
+from megatron.prefixflow.overlap import reduction_order
 
 _RUN = 1024
 """Elements whose squares are summed in float32."""
 
 
 def reduce_gradients(model: Sequence[DistributedDataParallel]) -> None:
-    """Sum gradients over data-parallel ranks and finish Megatron's other gradient reductions; once per step."""
+    """Sum gradients over data-parallel ranks and finish Megatron's other gradient reductions; once per step.
+
+    Reductions that the step has started early are waited for, and the others started in the order that all ranks share.
+    """
+    for reducible in reduction_order(model):
+        if reducible.overlaps and not reducible.has_started:
+            reducible.start()
     finalize_model_grads(list(model))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,19 +43,18 @@ def wrap_data_parallel(
     """Megatron's DDP around each chunk, with its own bucket triggers off.
 
     Its ready counts assume that every parameter gets a gradient in the last microbatch; a delayed prefix backward
-    leaves the LM head without one. Reduction starts once, after the last operation (`gradients.reduce_gradients`).
-    Sums, not means: the loss carries its own normaliser.
+    leaves the LM head without one. With `overlap_grad_reduce` there are several buckets, which reduce asynchronously, but
+    it is `overlap.EarlyReduction` that starts them. Sums, not means: the loss carries its own normaliser.
 
-    Raises ValueError when the configuration would average or overlap.
+    Raises ValueError when the configuration would average.
     """
-    if ddp_config.overlap_grad_reduce:
-        raise ValueError(
-            "--overlap-grad-reduce lets DDP count ready parameters per microbatch, which a delayed prefix backward "
-            "breaks; leave it out."
-        )
     if not chunks[0].config.calculate_per_token_loss or ddp_config.average_in_collective:
         raise ValueError(
             "Data-parallel gradients must be summed: set calculate_per_token_loss in the model configuration and "
             "leave average_in_collective off."
         )
-    return tuple(DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks)
+    model = tuple(DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks)
+    for chunk in model:
+        # Its backward hooks read this, the buckets keep the configuration they were made with.
+        chunk.ddp_config = dataclasses.replace(ddp_config, overlap_grad_reduce=False)
+    return model

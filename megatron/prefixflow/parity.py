@@ -46,6 +46,7 @@ from megatron.prefixflow.data import with_temperature
 from megatron.prefixflow.gradients import clip_gradients, gradient_norm, reduce_gradients
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.model import build_model, wrap_data_parallel
+from megatron.prefixflow.overlap import EarlyReduction
 from megatron.prefixflow.planning import plan_step
 from megatron.prefixflow.reference import (
     Reference,
@@ -277,6 +278,7 @@ def run_reuse(case: Case, weights: str, reference: SideFiles, setup: Callable[[]
         vocab_size=args.vocab_size,
         max_response_tokens=args.max_response_length,
     )
+    runner.reduction = EarlyReduction.of(ddp, groups)
     loss = loss_config(args)
     plan = plan_step(
         trajectories,

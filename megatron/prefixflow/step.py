@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megatron.prefixflow.groups import Groups
+from megatron.prefixflow.overlap import EarlyReduction
 from megatron.prefixflow.stage import StageRunner, Workload
 from prefixflow.plan.microbatch import Microbatch
 from prefixflow.plan.plan import Plan
@@ -19,6 +20,7 @@ from prefixflow.runtime.executor import Observer, execute
 from prefixflow.runtime.links import Links, Topology
 from prefixflow.runtime.loss import LossConfig
 from prefixflow.runtime.objective import Objective, logical_normalizer
+from prefixflow.runtime.trace import together
 from prefixflow.schedule.ops import Op
 from prefixflow.schedule.search import rank_table
 from prefixflow.trajectories.types import Trajectory
@@ -36,6 +38,7 @@ class StepRunner:
 
     chunks: the bare `GPTModel`s of this rank, one per virtual pipeline stage; gradients go to `main_grad` where
         DDP made one.
+    reduction (attribute): starts to reduce gradients during the last backwards; None reduces after the step.
     max_response_tokens: constant divisor of seq-mean-token-sum-norm; None takes the longest response of the step.
     """
 
@@ -61,6 +64,7 @@ class StepRunner:
         self.num_computed_tokens = 0
         self.num_bytes_sent = 0
         self.observe: Observer | None = None
+        self.reduction: EarlyReduction | None = None
 
     @property
     def has_head(self) -> bool:
@@ -123,9 +127,15 @@ class StepRunner:
             )
         row = rank_table(plan, self.groups.data_rank, training=training).rows[position]
         links = self._links(row, microbatches) if num_ranks > 1 else None
-        execute(row, stages, links, self.observe)
+        execute(row, stages, links, self._observer(row, training=training))
         self.num_computed_tokens = stages[position].num_computed_tokens
         self.num_bytes_sent = links.num_bytes_sent if links is not None else 0
+
+    def _observer(self, row: Sequence[Op], *, training: bool) -> Observer | None:
+        if self.reduction is None or not training:
+            return self.observe
+        reduction = self.reduction.during(row)
+        return reduction if self.observe is None else together(self.observe, reduction)
 
     def _links(self, row: Sequence[Op], microbatches: Sequence[Microbatch]) -> Links:
         config = self.chunks[0].config

@@ -66,6 +66,7 @@ from megatron.prefixflow.metrics import (
     step_metrics,
 )
 from megatron.prefixflow.model import build_model, wrap_data_parallel
+from megatron.prefixflow.overlap import EarlyReduction
 from megatron.prefixflow.planning import plan_step
 from megatron.prefixflow.session import start_session
 from megatron.prefixflow.step import StepRunner, complete_logprobs, spread_logprobs
@@ -295,6 +296,7 @@ class Trainer(Scorer):
         # Our norm sees what Megatron's check would, in the same step and with a sentence.
         buffers = dataclasses.replace(ddp_config(args), check_for_nan_in_grad=False)
         self.ddp = wrap_data_parallel(self.chunks, buffers)
+        self.runner.reduction = EarlyReduction.of(self.ddp, self.groups)
         for chunk in self.ddp:
             chunk.broadcast_params()
         config = dataclasses.replace(optimizer_config(args), clip_grad=0.0)

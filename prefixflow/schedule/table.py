@@ -89,6 +89,11 @@ def build_forward_table(reads: Sequence[Sequence[int]], *, num_ranks: int = 1, n
     return OpTable(rows, tuple(tuple(r) for r in reads))
 
 
+def last_backwards(row: Sequence[Op]) -> dict[int, Op]:
+    """Stage to its last B in `row`: from there on this rank no longer touches the gradients of that model chunk."""
+    return {op.stage: op for op in row if op.kind is Kind.BACKWARD}
+
+
 @dataclass(frozen=True, slots=True)
 class _VirtualOrders:
     """(chunk, microbatch) of a rank's forwards and backwards in order, and `need` of each backward."""

@@ -459,6 +459,7 @@ def test_gradient_buffers():
     args = parse_arguments(tokens_of("--ddp-bucket-size 123 --no-check-for-nan-in-loss-and-grad"))
     assert ddp_config(args).bucket_size == 123
     assert not ddp_config(args).check_for_nan_in_grad
+    assert ddp_config(parse_arguments(["--overlap-grad-reduce"])).overlap_grad_reduce
     assert ddp_config(parse_arguments(["--use-distributed-optimizer"])).use_distributed_optimizer
 
 
@@ -652,7 +653,8 @@ def test_llama_launch_script():
     lines = "\n".join(startup_lines(args, parallel_layout(args, 16)))
     assert "8030.3 M parameters" in lines
     assert "16 processes, tp 4 pp 1 cp 1 dp 4, sequence parallel, recomputation full" in lines
-    assert "--overlap-grad-reduce" in lines
+    assert "--overlap-param-gather" in lines
+    assert "--overlap-grad-reduce" not in lines
 
 
 def test_qwen_moe_launch_script(everything_built):

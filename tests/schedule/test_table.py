@@ -18,6 +18,7 @@ from prefixflow.schedule.table import (
     OpTable,
     build_forward_table,
     build_table,
+    last_backwards,
     validate,
 )
 from prefixflow.trajectories import Trajectory
@@ -127,6 +128,16 @@ def test_policies_keep_their_formulas(reads: Reads, window: int) -> None:
 @given(forests())
 def test_lead_is_at_most_the_depth(reads: Reads) -> None:
     assert lead(forwards_needed(backward_order(reads))) <= depth(reads)
+
+
+def test_last_backwards_of_interleaved_stages() -> None:
+    # Both microbatches read none; chunks end in reversed order.
+    table = build_table([(), ()], num_ranks=2, num_chunks=2)
+    assert [{s: str(op) for s, op in last_backwards(row).items()} for row in table.rows] == [
+        {2: "2B1", 0: "0B1"},
+        {3: "3B1", 1: "1B1"},
+    ]
+    assert last_backwards(()) == {}
 
 
 @settings(max_examples=50, deadline=None)
