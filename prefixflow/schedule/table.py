@@ -68,15 +68,14 @@ def build_table(
     """
     orders = _virtual_orders(reads, num_ranks, num_chunks)
     policy = policy or (LeadPolicy.LAZY if num_ranks == 1 else LeadPolicy.WINDOWED)
-    window = window or 3 * num_ranks * num_chunks
-    # The first rank waits for the last one between chunks, so with several of them the lead must not shrink.
-    slope = 0 if num_chunks == 1 else 1
-    num_forwards = _forwards_before(orders.need, policy, window, slope)
-    step = 1 if num_chunks == 1 else 2
-    rows = tuple(
-        _row(rank, num_ranks, orders, [n + step * (num_ranks - 1 - rank) for n in num_forwards])
-        for rank in range(num_ranks)
-    )
+    if num_chunks == 1:
+        num_forwards = _forwards_before(orders.need, policy, window or num_ranks)
+        ahead = [_later(num_forwards, num_ranks - 1 - rank) for rank in range(num_ranks)]
+    else:
+        # The first rank waits for the last one between chunks, so the lead must neither shrink nor be skewed.
+        num_forwards = _forwards_before(orders.need, policy, window or 3 * num_ranks * num_chunks, slope=1)
+        ahead = [[n + 2 * (num_ranks - 1 - rank) for n in num_forwards] for rank in range(num_ranks)]
+    rows = tuple(_row(rank, num_ranks, orders, counts) for rank, counts in enumerate(ahead))
     return OpTable(rows, tuple(tuple(r) for r in reads))
 
 
@@ -125,7 +124,7 @@ def _in_blocks(order: Sequence[int], size: int, chunks: Sequence[int]) -> tuple[
     return tuple((chunk, m) for block in blocks for chunk in chunks for m in block)
 
 
-def _forwards_before(need: Sequence[int], policy: LeadPolicy, window: int, slope: int) -> list[int]:
+def _forwards_before(need: Sequence[int], policy: LeadPolicy, window: int, slope: int = 0) -> list[int]:
     """N(k) on the last rank for each backward k (from 0), growing by at least `slope`."""
     if policy is LeadPolicy.LAZY:
         return list(need)
@@ -136,6 +135,12 @@ def _forwards_before(need: Sequence[int], policy: LeadPolicy, window: int, slope
         ahead = largest if policy is LeadPolicy.CONSTANT else max(excess[k : k + window])
         counts.append(max(k + ahead, counts[-1] + slope if counts else 0))
     return counts
+
+
+def _later(num_forwards: Sequence[int], extra: int) -> list[int]:
+    """N of a rank that stands `extra` before the last: as many forwards ahead, and those of `extra` backwards later."""
+    last = len(num_forwards) - 1
+    return [max(n + extra, num_forwards[min(k + extra, last)]) for k, n in enumerate(num_forwards)]
 
 
 def _row(rank: int, num_ranks: int, orders: _VirtualOrders, num_forwards: Sequence[int]) -> tuple[Op, ...]:
