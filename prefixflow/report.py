@@ -22,7 +22,7 @@ from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, MergeGroups, Plan, PlanConf
 from prefixflow.plan.shapes import ModelShape
 from prefixflow.schedule.memory import MemoryModel, Phase, peak_bytes
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
-from prefixflow.schedule.search import max_makespan, plan_pipeline, predicted_timeline, rank_table
+from prefixflow.schedule.search import max_makespan, plan_pipeline, predicted_timeline, rank_table, stage_costs
 from prefixflow.trajectories import Trajectory, read_trajectories, trajectory_files
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -48,6 +48,7 @@ class PlanReport:
     groups: int
     microbatches: int
     dummy_microbatches: int
+    microbatch_cost_spread: float
     lead: int
     predicted_speedup: float
     bound: float
@@ -80,6 +81,7 @@ def report_plan(plan: Plan, trajectories: Sequence[Trajectory], memory: MemoryMo
         groups=len({t.group for t in trajectories}),
         microbatches=plan.num_microbatches,
         dummy_microbatches=plan.num_dummy_microbatches,
+        microbatch_cost_spread=max(_cost_spread(plan, rank, rows) for rank in range(len(tables))),
         lead=max(leads),
         predicted_speedup=_dense_makespan(plan, trajectories) / slowest.makespan if slowest.makespan else 1.0,
         bound=plan.bound,
@@ -89,6 +91,13 @@ def report_plan(plan: Plan, trajectories: Sequence[Trajectory], memory: MemoryMo
         peak_bytes={phase.value: max(p[phase] for p in peaks) for phase in Phase},
         digest=plan.digest,
     )
+
+
+def _cost_spread(plan: Plan, data_rank: int, rows: Sequence[int]) -> float:
+    """Largest over mean cost of a rank's microbatches, each on the stage that it costs most; dummies left out."""
+    all_costs = stage_costs(plan, data_rank, rows, plan.config.deciding).microbatch_costs()
+    costs = [cost for cost, m in zip(all_costs, plan.ranks[data_rank], strict=True) if not m.is_dummy]
+    return max(costs) * len(costs) / sum(costs) if costs else 1.0
 
 
 def _dense_makespan(plan: Plan, trajectories: Sequence[Trajectory]) -> float:
@@ -282,6 +291,7 @@ def _numbers(report: PlanReport, options: argparse.Namespace) -> dict[str, str]:
         "reuse ratio": f"{report.reuse_ratio:.2f}",
         "shared segments": f"{report.shared_segments}, trees {report.depth} deep",
         "microbatches": f"{report.microbatches} of at most {options.max_tokens} tokens, lead {report.lead}",
+        "microbatch cost": f"largest {report.microbatch_cost_spread:.2f} of the mean",
         "speedup": f"{report.predicted_speedup:.2f} predicted, bound {report.bound:.2f}",
         "pipeline": f"{report.pipeline_efficiency:.2f} of the ranks' time busy",
         "balance": f"most loaded rank {max(loads) / mean:.2f} of the mean over {len(loads)}"

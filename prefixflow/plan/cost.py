@@ -88,42 +88,60 @@ class Costs(ABC):
             for span, num_rows in zip((segment.span for segment in forest.segments), rows, strict=True)
         ]
 
-    def equal_cost_cuts(self, span: Range, max_tokens: int) -> tuple[Range, ...]:
+    def equal_cost_cuts(
+        self, span: Range, max_tokens: int, *, num_rows: float = 0, max_cost: float = math.inf
+    ) -> tuple[Range, ...]:
         """Cut `span` into the fewest pieces of about equal training cost, none longer than `max_tokens`.
+
+        num_rows: head rows of the span, taken as spread evenly. max_cost: of a piece; rounding to whole positions may
+        exceed it.
 
         Later positions attend to more and cost more, so earlier pieces are longer. Where attention outweighs the rest,
         equal costs would take up to (length / max_tokens)^2 pieces: beyond twice the fewest possible, the first pieces
         have `max_tokens` and cost less, and only the others are equal.
         """
-        fewest = math.ceil(len(span) / max_tokens)
+        forward, backward = self.forward, self.backward
+        row_share = (forward.row + backward.row) * num_rows / len(span)
+        costs = _PositionCosts(forward.token + backward.token + row_share, forward.pair + backward.pair)
+        total = costs.of(span)
+        fewest = min(max(math.ceil(len(span) / max_tokens), math.ceil(total / max_cost)), len(span))
         most = min(MOST_PIECES * fewest, len(span))
-        total = self.training_cost(span)
         for count in range(fewest, most):
             # The first piece is the longest; rounding may add one position to any.
-            if self._positions_for(span.start, total / count) >= max_tokens + 0.5:
+            if costs.positions_for(span.start, total / count) >= max_tokens + 0.5:
                 continue
-            pieces = self._cut(span, count, len(span))
+            pieces = costs.cut(span, count, len(span))
             if max(map(len, pieces)) <= max_tokens:
                 return pieces
-        return self._cut(span, most, max_tokens)
+        return costs.cut(span, most, max_tokens)
 
-    def _cut(self, span: Range, count: int, max_tokens: int) -> tuple[Range, ...]:
+
+@dataclass(frozen=True, slots=True)
+class _PositionCosts:
+    """Training costs of a run of positions: `token` for each, `pair` for each that one attends to."""
+
+    token: float
+    pair: float
+
+    def of(self, span: Range) -> float:
+        return self.token * len(span) + self.pair * attended_pairs(span)
+
+    def positions_for(self, start: int, cost: float) -> float:
+        """x with token * x + pair * (start * x + x^2 / 2) = cost."""
+        slope = self.token + self.pair * start
+        return 2 * cost / (slope + math.sqrt(slope * slope + 2 * self.pair * cost))
+
+    def cut(self, span: Range, count: int, max_tokens: int) -> tuple[Range, ...]:
         """`count` pieces, each an equal share of what is left, as far as `max_tokens` allows."""
         bounds = [span.start]
         for num_left in range(count, 1, -1):
             rest = Range(bounds[-1], span.stop)
-            share = round(self._positions_for(rest.start, self.training_cost(rest) / num_left))
+            share = round(self.positions_for(rest.start, self.of(rest) / num_left))
             least = max(1, len(rest) - (num_left - 1) * max_tokens)
             most = min(max_tokens, len(rest) - (num_left - 1))
             bounds.append(rest.start + min(max(share, least), most))
         bounds.append(span.stop)
         return tuple(Range(a, b) for a, b in pairwise(bounds))
-
-    def _positions_for(self, start: int, training_cost: float) -> float:
-        """x with linear * x + attention * (start * x + x^2 / 2) = training_cost, rates of training."""
-        attention = self.forward.pair + self.backward.pair
-        slope = self.forward.token + self.backward.token + attention * start
-        return 2 * training_cost / (slope + math.sqrt(slope * slope + 2 * attention * training_cost))
 
 
 @dataclass(frozen=True, slots=True)

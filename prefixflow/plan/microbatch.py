@@ -1,12 +1,15 @@
 """Pack segments into microbatches.
 
 Strategy, tree by tree
-1. A segment is *heavy* when its subtree exceeds the token budget. Heavy segments are writers: others read their K/V
+Words. *Load* of a segment: its tokens, or its share of the largest cost of a microbatch in tokens of the budget, whichever
+is larger. A sum of loads within the budget is within both limits. *Cost*: work on the busiest pipeline stage.
+
+1. A segment is *heavy* when its subtree's load exceeds the budget. Heavy segments are writers: others read their K/V
    from the cache. (Segments longer than the budget have been cut before, `prefixflow.plan.chunk`.)
 2. Top-down, a heavy segment joins its parent's microbatch if it fits, else one that a sibling opened, else opens its
    own.
 3. A maximal subtree that is not heavy is a *unit*: it is packed whole, its inner sharing stays in the graph. Units with
-   the same parent microbatch are packed together, evenly; an underfull result joins a microbatch on the same root path.
+   the same parent microbatch are packed together, at even cost; an underfull result joins a microbatch on the same root path.
 4. Whole trees that fit the budget have no parent microbatch and may share one microbatch with other trees.
 
 Invariants (`assert_invariants`)
@@ -21,12 +24,17 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from prefixflow.forest.forest import Forest, Segment
 from prefixflow.plan.slices import CachedSlice, LocalSlice
 from prefixflow.ranges import Range
+
+
+# Segments that cost `max_cost` together, up to rounding, share a microbatch.
+ROUNDING = 1 - 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +72,12 @@ class _Bin:
     tree: int
     parent: _Bin | None
     segments: list[int] = field(default_factory=list)
-    num_tokens: int = 0
+    load: float = 0.0
     children: list[_Bin] = field(default_factory=list)
 
-    def add(self, segments: Iterable[int], num_tokens: int) -> None:
+    def add(self, segments: Iterable[int], load: float) -> None:
         self.segments.extend(segments)
-        self.num_tokens += num_tokens
+        self.load += load
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +85,38 @@ class _Unit:
     """A whole light subtree: a run of segment ids."""
 
     segments: range
-    num_tokens: int
+    load: float
+    cost: float
 
 
 def pack_microbatches(
-    forest: Forest, trees: Iterable[int], *, max_tokens: int, multiple: int = 1
+    forest: Forest,
+    trees: Iterable[int],
+    *,
+    max_tokens: int,
+    multiple: int = 1,
+    costs: Sequence[float] | None = None,
+    max_cost: float = math.inf,
 ) -> tuple[Microbatch, ...]:
-    """Microbatches of `trees`, in forward order. Segments must not be longer than `max_tokens`."""
+    """Microbatches of `trees`, in forward order. Segments must not be longer than `max_tokens`.
+
+    costs: of each segment, by default its tokens. A microbatch of several segments does not exceed `max_cost`.
+    """
     budget = max_tokens - max_tokens % multiple
-    chosen = set(trees)
-    sizes = _subtree_tokens(forest)
-    by_tree: dict[int, list[Segment]] = {tree: [] for tree in sorted(chosen)}
+    costs = costs or [len(segment) for segment in forest.segments]
+    by_tree: dict[int, list[Segment]] = {tree: [] for tree in sorted(set(trees))}
     for segment in forest.segments:
-        if segment.tree in chosen:
+        if segment.tree in by_tree:
             by_tree[segment.tree].append(segment)
+    sizes = _Sizes(costs, budget, ROUNDING * budget / max_cost)
     top: list[_Bin] = []
     whole_trees: list[_Unit] = []
     for tree, segments in by_tree.items():
+        sizes.add_tree(segments)
         if len(segments) == 1 and len(segments[0]) <= budget:
-            whole_trees.append(_Unit(range(segments[0].id, segments[0].id + 1), len(segments[0])))
+            whole_trees.append(sizes.unit(segments[0].id, segments[0].id + 1))
             continue
-        bins = _Tree(tree, segments, sizes, budget)
+        bins = _Tree(tree, segments, sizes)
         top.extend(bins.top)
         whole_trees.extend(bins.rootless_units)
     top.extend(_pack_units(whole_trees, budget, tree=-1, parent=None))
@@ -127,9 +146,10 @@ def with_dummies(microbatches: Sequence[Microbatch], count_multiple: int, *, num
 class _Tree:
     """Packs one tree: writers top-down, then its units."""
 
-    def __init__(self, tree: int, segments: list[Segment], sizes: list[int], budget: int) -> None:
+    def __init__(self, tree: int, segments: list[Segment], sizes: _Sizes) -> None:
         self.tree = tree
-        self.budget = budget
+        self.sizes = sizes
+        self.budget = budget = sizes.budget
         self.top: list[_Bin] = []
         self.rootless_units: list[_Unit] = []
         self._bin_of: dict[int, _Bin] = {}
@@ -140,11 +160,11 @@ class _Tree:
             if segment.id < inside:
                 continue
             parent = None if segment.parent is None else self._bin_of[segment.parent]
-            if sizes[segment.id] > budget:
+            if sizes.subtree_load[segment.id] > budget:
                 self._place_writer(segment, parent)
                 continue
             inside = ends[segment.id]
-            unit = _Unit(range(segment.id, inside), sizes[segment.id])
+            unit = sizes.unit(segment.id, inside)
             if parent is None:
                 self.rootless_units.append(unit)
             else:
@@ -158,28 +178,29 @@ class _Tree:
         assert len(segment) <= self.budget, f"{segment} exceeds the token budget {self.budget}"
         siblings = self.top if parent is None else parent.children
         candidates = ([] if parent is None else [parent]) + siblings[-1:]
-        target = next((b for b in candidates if b.num_tokens + len(segment) <= self.budget), None)
+        load = self.sizes.load[segment.id]
+        target = next((b for b in candidates if b.load + load <= self.budget), None)
         if target is None:
             target = _Bin(self.tree, parent)
             siblings.append(target)
-        target.add([segment.id], len(segment))
+        target.add([segment.id], load)
         self._bin_of[segment.id] = target
 
     def _join_underfull(self, leaves: list[_Bin]) -> None:
         """Merge each small leaf bin into the fullest one that has its parent on the root path and room."""
         hosts_of = _hosts_by_parent(leaves)
-        smallest = min((b.num_tokens for hosts in hosts_of.values() for b in hosts), default=0)
-        for leaf in sorted(leaves, key=lambda b: b.num_tokens):
+        smallest = min((b.load for hosts in hosts_of.values() for b in hosts), default=0)
+        for leaf in sorted(leaves, key=lambda b: b.load):
             parent = leaf.parent
             assert parent is not None
-            room = self.budget - leaf.num_tokens
+            room = self.budget - leaf.load
             if room < smallest:
                 continue
-            hosts = [b for b in hosts_of[id(parent)] if b is not leaf and b.segments and b.num_tokens <= room]
+            hosts = [b for b in hosts_of[id(parent)] if b is not leaf and b.segments and b.load <= room]
             if not hosts:
                 continue
-            host = max(hosts, key=lambda b: b.num_tokens)
-            host.add(leaf.segments, leaf.num_tokens)
+            host = max(hosts, key=lambda b: b.load)
+            host.add(leaf.segments, leaf.load)
             parent.children.remove(leaf)
             leaf.segments = []
 
@@ -196,16 +217,15 @@ def _hosts_by_parent(leaves: list[_Bin]) -> dict[int, list[_Bin]]:
 
 
 def _pack_units(units: list[_Unit], budget: int, tree: int, parent: _Bin | None) -> list[_Bin]:
-    """Few bins (best fit, largest first), then as even as longest-processing-time makes them."""
-    largest_first = sorted(units, key=lambda u: (-u.num_tokens, u.segments.start))
-    fitted = _best_fit(largest_first, budget)
-    groups = _spread(largest_first, len(fitted))
-    if any(sum(unit.num_tokens for unit in group) > budget for group in groups):
+    """Few bins (best fit, largest first), then of costs as even as longest-processing-time makes them."""
+    fitted = _best_fit(sorted(units, key=lambda u: (-u.load, u.segments.start)), budget)
+    groups = _spread(sorted(units, key=lambda u: (-u.cost, u.segments.start)), len(fitted))
+    if any(sum(unit.load for unit in group) > budget for group in groups):
         groups = fitted
     bins = [_Bin(tree, parent) for _ in groups]
     for target, group in zip(bins, groups, strict=True):
         for unit in group:
-            target.add(unit.segments, unit.num_tokens)
+            target.add(unit.segments, unit.load)
     if parent is not None:
         parent.children.extend(bins)
     return bins
@@ -214,27 +234,27 @@ def _pack_units(units: list[_Unit], budget: int, tree: int, parent: _Bin | None)
 def _best_fit(units: Sequence[_Unit], budget: int) -> list[list[_Unit]]:
     """Each unit into the group with the least room that still holds it."""
     groups: list[list[_Unit]] = []
-    rooms: list[tuple[int, int]] = []  # (room, group), ascending
+    rooms: list[tuple[float, int]] = []  # (room, group), ascending
     for unit in units:
-        place = bisect.bisect_left(rooms, (unit.num_tokens, 0))
+        place = bisect.bisect_left(rooms, (unit.load, 0))
         if place == len(rooms):
             groups.append([])
-            room, group = budget, len(groups) - 1
+            room, group = float(budget), len(groups) - 1
         else:
             room, group = rooms.pop(place)
         groups[group].append(unit)
-        bisect.insort(rooms, (room - unit.num_tokens, group))
+        bisect.insort(rooms, (room - unit.load, group))
     return groups
 
 
 def _spread(units: Sequence[_Unit], num_groups: int) -> list[list[_Unit]]:
-    """Each unit into the group with the fewest tokens so far."""
+    """Each unit into the group that costs least so far."""
     groups: list[list[_Unit]] = [[] for _ in range(num_groups)]
-    heap = [(0, group) for group in range(num_groups)]
+    heap = [(0.0, group) for group in range(num_groups)]
     for unit in units:
-        num_tokens, group = heap[0]
+        cost, group = heap[0]
         groups[group].append(unit)
-        heapq.heapreplace(heap, (num_tokens + unit.num_tokens, group))
+        heapq.heapreplace(heap, (cost + unit.cost, group))
     return groups
 
 
@@ -351,12 +371,29 @@ def _append_full(slices: list[LocalSlice], new: LocalSlice) -> None:
         slices.append(new)
 
 
-def _subtree_tokens(forest: Forest) -> list[int]:
-    sizes = [len(segment) for segment in forest.segments]
-    for segment in reversed(forest.segments):
-        if segment.parent is not None:
-            sizes[segment.parent] += sizes[segment.id]
-    return sizes
+class _Sizes:
+    """Loads by segment, and loads and costs summed over its subtree; a bin holds loads up to `budget`."""
+
+    def __init__(self, costs: Sequence[float], budget: int, tokens_per_cost: float) -> None:
+        self.budget = budget
+        self.costs = costs
+        self.tokens_per_cost = tokens_per_cost
+        self.load = [0.0] * len(costs)
+        self.subtree_load = [0.0] * len(costs)
+        self.subtree_cost = list(costs)
+
+    def unit(self, root: int, stop: int) -> _Unit:
+        return _Unit(range(root, stop), self.subtree_load[root], self.subtree_cost[root])
+
+    def add_tree(self, segments: Sequence[Segment]) -> None:
+        for segment in reversed(segments):
+            index, parent = segment.id, segment.parent
+            # A segment that alone costs more than a microbatch should still fits one.
+            self.load[index] = max(len(segment), min(self.costs[index] * self.tokens_per_cost, self.budget))
+            self.subtree_load[index] += self.load[index]
+            if parent is not None:
+                self.subtree_load[parent] += self.subtree_load[index]
+                self.subtree_cost[parent] += self.subtree_cost[index]
 
 
 def _subtree_ends(segments: list[Segment]) -> dict[int, int]:

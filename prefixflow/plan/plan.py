@@ -3,7 +3,7 @@
 Steps: (1) the forest of the batch (reuse off: every trajectory by itself; groups with a long common prefix merged where
 that lowers the most loaded rank); (2) `auto` folds shared segments
 that save less than they cost; (3) trees to ranks, a tree too large for one is split; (4) segments longer than the token
-budget are cut, where reuse is on; (5) microbatches per rank. Pure and deterministic: every rank builds the same plan, and `digest` tells.
+budget, or costlier than a microbatch should be, are cut, where reuse is on; (5) microbatches per rank. Pure and deterministic: every rank builds the same plan, and `digest` tells.
 
 Invariants (`Plan.assert_invariants`)
 1. Every tree is on exactly one rank.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -191,10 +192,11 @@ class _Scores:
 class Sharing:
     """What is shared and on which rank, before segments are cut and packed: what does not depend on the token budget.
 
-    The figures are those of `Plan`.
+    rows: head rows of each segment. The other figures are those of `Plan`.
     """
 
     forest: Forest
+    rows: tuple[int, ...]
     trees: tuple[tuple[int, ...], ...]
     rank_loads: tuple[float, ...]
     baseline_rank_load: float
@@ -251,34 +253,43 @@ def _shared(
 def _placed(
     forest: Forest, dense: Forest, num_fallback_groups: int, trajectories: Sequence[Trajectory], config: PlanConfig
 ) -> Sharing:
-    dense_costs, baseline_flops = _costs(dense, trajectories, config)
-    costs, reuse_flops = (dense_costs, baseline_flops) if forest is dense else _costs(forest, trajectories, config)
-    placement = place_forest(forest, costs, config.data_parallel_size)
-    placed, placed_costs = placement.forest, costs
+    priced_dense = _Priced.of(dense, trajectories, config)
+    priced = priced_dense if forest is dense else _Priced.of(forest, trajectories, config)
+    placement = place_forest(forest, priced.costs, config.data_parallel_size)
+    placed, priced_placed = placement.forest, priced
     if placed is not forest:
-        placed_costs, _ = _costs(placed, trajectories, config)
+        priced_placed = _Priced.of(placed, trajectories, config)
     rank_of = {tree: rank for rank, trees in enumerate(placement.trees) for tree in trees}
     loads = [0.0] * config.data_parallel_size
-    for segment, cost in zip(placed.segments, placed_costs, strict=True):
+    for segment, cost in zip(placed.segments, priced_placed.costs, strict=True):
         loads[rank_of[segment.tree]] += cost
     return Sharing(
         forest=placed,
+        rows=tuple(priced_placed.rows),
         trees=placement.trees,
         rank_loads=tuple(loads),
-        baseline_rank_load=_rank_load(dense_costs, config.data_parallel_size),
-        baseline_flops=baseline_flops,
-        reuse_flops=reuse_flops,
+        baseline_rank_load=_rank_load(priced_dense.costs, config.data_parallel_size),
+        baseline_flops=priced_dense.flops,
+        reuse_flops=priced.flops,
         num_fallback_groups=num_fallback_groups,
         split_loss_tokens=placed.computed_tokens - forest.computed_tokens,
-        split_loss=sum(placed_costs) - sum(costs),
+        split_loss=sum(priced_placed.costs) - sum(priced.costs),
     )
 
 
-def _costs(forest: Forest, trajectories: Sequence[Trajectory], config: PlanConfig) -> tuple[list[float], float]:
-    """Training cost of each segment, as planning goes by it, and the FLOPs of all."""
-    rows = segment_row_counts(forest, trajectories)
-    costs = config.deciding.segment_costs(forest, rows)
-    return costs, sum(costs) if config.measured is None else config.cost.forest_flops(forest, rows)
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """Head rows and training cost of each segment, as planning goes by it, and the FLOPs of all."""
+
+    rows: list[int]
+    costs: list[float]
+    flops: float
+
+    @classmethod
+    def of(cls, forest: Forest, trajectories: Sequence[Trajectory], config: PlanConfig) -> _Priced:
+        rows = segment_row_counts(forest, trajectories)
+        costs = config.deciding.segment_costs(forest, rows)
+        return cls(rows, costs, sum(costs) if config.measured is None else config.cost.forest_flops(forest, rows))
 
 
 def _rank_load(loads: Sequence[float], num_ranks: int) -> float:
@@ -286,14 +297,34 @@ def _rank_load(loads: Sequence[float], num_ranks: int) -> float:
     return max(sum(loads[t] for t in trees) for trees in place_trees(loads, num_ranks))
 
 
-def pack_plan(trajectories: Sequence[Trajectory], config: PlanConfig, sharing: Sharing) -> Plan:
-    """Cut long segments and pack microbatches under the configuration's budget."""
+def pack_plan(
+    trajectories: Sequence[Trajectory], config: PlanConfig, sharing: Sharing, *, max_cost: float = math.inf
+) -> Plan:
+    """Cut long segments and pack microbatches under the configuration's budget.
+
+    max_cost: training cost of a microbatch on its costliest stage, which is the last and has the whole head, times the
+    number of stages; kept where cutting segments allows.
+    """
     forest = sharing.forest
+    rows: Sequence[int] = sharing.rows
+    weight = config.pipeline_size * config.num_chunks
     if config.prefix_reuse is not PrefixReuse.OFF:
-        forest = chunk_segments(forest, config.usable_tokens, config.deciding)
+        forest = chunk_segments(
+            forest, config.usable_tokens, config.deciding, rows=[weight * n for n in rows], max_cost=max_cost
+        )
+    if forest is not sharing.forest:
+        rows = segment_row_counts(forest, trajectories)
+    costs = config.deciding.segment_costs(forest, [weight * n for n in rows])
     ranks = tuple(
         with_dummies(
-            pack_microbatches(forest, t, max_tokens=config.usable_tokens, multiple=config.token_multiple),
+            pack_microbatches(
+                forest,
+                t,
+                max_tokens=config.usable_tokens,
+                multiple=config.token_multiple,
+                costs=costs,
+                max_cost=max_cost,
+            ),
             config.pipeline_size if config.num_chunks > 1 else 1,
             num_tokens=config.token_multiple,
         )

@@ -65,6 +65,14 @@ class StageCosts:
         is_last = op.stage == self.num_stages - 1
         return body[op.microbatch] / self.num_stages + (head[op.microbatch] if is_last else 0.0) + overhead
 
+    def microbatch_costs(self) -> tuple[float, ...]:
+        """F and B of each microbatch on the stage that it costs most, overhead included."""
+        kinds, stages = (Kind.FORWARD, Kind.BACKWARD), range(self.num_stages)
+        return tuple(
+            max(sum(self.of_operation(Op(stage, kind, m)) for kind in kinds) for stage in stages)
+            for m in range(len(self.body))
+        )
+
     def bottleneck(self, num_ranks: int) -> float:
         """Cost of the busiest pipeline rank, without overhead or bubble: the last, which has the head."""
         body = sum(self.body) + sum(self.body_backward)

@@ -1,27 +1,28 @@
-"""Choose microbatch sizes for a pipeline by simulating its table.
+"""Choose microbatch costs for a pipeline by simulating its table.
 
-A pipeline wants many microbatches of equal cost, a GPU wants large ones. Candidates are the token budget divided by small
-numbers; each is packed and simulated, operation overhead included, and the shortest makespan of the slowest data-parallel
-rank wins. One stage has no bubble: the budget itself is taken.
+A pipeline wants many microbatches of equal cost, a GPU wants large ones. The first candidate is packed for the token
+budget alone; the others may cost at most its costliest microbatch divided by small numbers. Each is simulated, operation
+overhead included, and the shortest makespan of the slowest data-parallel rank wins. One stage has no bubble: the budget
+alone counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.cost import Costs
-from prefixflow.plan.plan import Plan, PlanConfig, PrefixReuse, pack_plan, share_prefixes
+from prefixflow.plan.plan import Plan, PlanConfig, pack_plan, share_prefixes
 from prefixflow.schedule.predict import StageCosts
 from prefixflow.schedule.simulate import Timeline
 from prefixflow.schedule.table import OpTable, build_forward_table, build_table
 from prefixflow.trajectories.types import Trajectory
 
-BUDGET_DIVISORS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-SMALLEST_BUDGET_TOKENS = 32
-# More microbatches than this per pipeline rank leave less than 2 % of bubble, and only add overhead.
+COST_DIVISORS = tuple(1.3**step for step in range(1, 17))
+# With more microbatches per pipeline rank the bubble of even costs is under 2 %: more must gain that much by evenness.
 ENOUGH_MICROBATCHES_PER_RANK = 64
+GAIN_OF_MORE = 0.98
+MOST_MICROBATCHES_PER_RANK = 192
 
 
 def plan_pipeline(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: Collection[int] = ()) -> Plan:
@@ -31,20 +32,20 @@ def plan_pipeline(trajectories: Sequence[Trajectory], config: PlanConfig, *, omi
     if config.pipeline_size == 1:
         return plan
     best = max_makespan(plan, trajectories)
-    longest = max((len(s) for s in sharing.forest.segments), default=0)
-    for divisor in BUDGET_DIVISORS[1:]:
-        tokens = config.max_tokens_per_microbatch // divisor
-        usable = tokens - tokens % config.token_multiple
-        too_short = config.prefix_reuse is PrefixReuse.OFF and usable < longest
-        enough = (
-            plan.num_microbatches >= ENOUGH_MICROBATCHES_PER_RANK * config.pipeline_size * config.data_parallel_size
-        )
-        if tokens < max(SMALLEST_BUDGET_TOKENS, config.token_multiple) or too_short or enough:
-            break
-        candidate = pack_plan(trajectories, replace(config, max_tokens_per_microbatch=tokens), sharing)
+    rows = segment_row_counts(plan.forest, trajectories)
+    costs = [stage_costs(plan, rank, rows, config.deciding) for rank in range(len(plan.ranks))]
+    largest = max(c.num_stages * max(c.microbatch_costs(), default=0.0) for c in costs)
+    if not largest:
+        return plan
+    num_ranks = config.pipeline_size * config.data_parallel_size
+    for divisor in COST_DIVISORS:
+        candidate = pack_plan(trajectories, config, sharing, max_cost=largest / divisor)
         makespan = max_makespan(candidate, trajectories)
-        if makespan < best:
+        per_rank = candidate.num_microbatches / num_ranks
+        if makespan < (best if per_rank < ENOUGH_MICROBATCHES_PER_RANK else GAIN_OF_MORE * best):
             plan, best = candidate, makespan
+        if per_rank >= MOST_MICROBATCHES_PER_RANK:
+            break
     return plan
 
 

@@ -5,9 +5,11 @@ With p ranks and v model chunks a rank, global stage g lives on rank g % p. A ra
 of p over the backward order, chunks reversed. With v = 1 the blocks change nothing.
 
 Lead rule. `need_k` virtual forwards must have run before the k-th virtual backward can. The last rank runs N(k) forwards
-before its k-th backward, N non-decreasing and N(k) >= need_k; rank r runs min(n, N(k) + extra), where extra is
-p - 1 - r, or twice that for v > 1. Any such N is free of deadlock: a rank has run exactly the forwards that the next one
-needs before it waits.
+before its k-th backward, N non-decreasing and N(k) >= need_k. Rank r, e = p - 1 - r before the last, runs
+max(N(k) + e, N(k + e)) of the n forwards: it gets its k-th gradient when the last rank is at backward k + e, and must by
+then have sent what that one needs. Where N grows by one a backward, both are the same. For v > 1 it runs N(k) + 2e. Any
+such N is free of deadlock: a rank has run at least the forwards that the next one needs before it waits. At most
+max_k(N(k) - k + 1) + e microbatches are alive on a rank.
 
 * lazy:     N(k) = need_k. At p = 1, where a lead buys nothing.
 * constant: N(k) = k - 1 + W, W = max_k(need_k - k + 1). For a flat list this is Megatron's 1F1B, and for v > 1 its
@@ -63,13 +65,13 @@ def build_table(
 ) -> OpTable:
     """Training table of `num_ranks` pipeline ranks with `num_chunks` model chunks each.
 
-    Default policy: lazy for one rank, else windowed over the next 3p backwards. Raises ValueError when several chunks
+    Default policy: lazy for one rank, else windowed over the next 3p/4 backwards, 3pv with v > 1 chunks. Raises ValueError when several chunks
     are asked for and the number of microbatches is not a multiple of `num_ranks`.
     """
     orders = _virtual_orders(reads, num_ranks, num_chunks)
     policy = policy or (LeadPolicy.LAZY if num_ranks == 1 else LeadPolicy.WINDOWED)
     if num_chunks == 1:
-        num_forwards = _forwards_before(orders.need, policy, window or num_ranks)
+        num_forwards = _forwards_before(orders.need, policy, window or max(1, 3 * num_ranks // 4))
         ahead = [_later(num_forwards, num_ranks - 1 - rank) for rank in range(num_ranks)]
     else:
         # The first rank waits for the last one between chunks, so the lead must neither shrink nor be skewed.

@@ -16,7 +16,7 @@ from prefixflow.trajectories import write_trajectories
 PLAN_KEYS = {
     "logical_tokens", "computed_tokens", "reuse_ratio", "depth", "shared_segments", "trajectories", "groups",
     "microbatches", "dummy_microbatches", "lead", "predicted_speedup", "bound", "pipeline_efficiency", "rank_loads",
-    "peak_bytes", "digest", "split_loss_tokens",
+    "peak_bytes", "digest", "split_loss_tokens", "microbatch_cost_spread",
 }  # fmt: skip
 BENCH_KEYS = {
     "prefix_ratio", "group_size", "dense_s", "reuse_s", "speedup", "bound", "fraction_of_bound", "peak_dense_bytes",

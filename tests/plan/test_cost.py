@@ -101,6 +101,20 @@ def test_the_first_pieces_fill_the_budget_where_costs_cannot_be_equal() -> None:
     assert max(map(model.training_flops, cuts[:num_full])) <= max(costs)
 
 
+def test_pieces_cost_no_more_than_they_may() -> None:
+    """100 positions, half of them rows that cost three positions each: 3 * 250 in pieces of at most 100."""
+    forest = build_forest(batch_of(range(101)))
+    chunked = chunk_segments(forest, 4096, CostModel(1.0, 3.0), rows=[50], max_cost=100.0)
+    lengths = [len(s) for s in chunked.segments]
+    assert len(lengths) == 8
+    assert set(lengths) == {12, 13}
+    assert chunk_segments(forest, 4096, CostModel(1.0, 3.0), rows=[50], max_cost=750.0) == forest
+
+
+def test_a_position_is_the_smallest_piece() -> None:
+    assert len(CostModel().equal_cost_cuts(Range(0, 5), 4096, max_cost=0.5)) == 5
+
+
 def test_pieces_form_a_chain_and_children_hang_from_the_last() -> None:
     trajectories = batch_of([*range(11), 50, 51], [*range(11), 60, 61, 62])
     forest = chunk_segments(build_forest(trajectories), 4, CostModel())

@@ -137,6 +137,31 @@ def test_bins_are_even() -> None:
     assert sorted(m.num_tokens for m in pack(10, forest=forest)) == [8, 9]
 
 
+def test_costs_are_even_not_tokens() -> None:
+    """6 4 4 3 tokens; the first costs as much as the others together."""
+    forest = build_forest([t for k, n in enumerate((6, 4, 4, 3)) for t in chain(n, f"g{k}")])
+    packed = pack_microbatches(forest, range(4), max_tokens=11, costs=[30.0, 10.0, 10.0, 10.0])
+    assert sorted(m.segments for m in packed) == [(0,), (1, 2, 3)]
+
+
+@pytest.mark.parametrize("max_cost", [40.0, 30.0, 29.0])
+def test_no_microbatch_of_several_segments_costs_more_than_it_may(max_cost: float) -> None:
+    """The first segment alone costs as much as allowed, or more: nothing joins it."""
+    forest = build_forest([t for k, n in enumerate((6, 4, 4, 3)) for t in chain(n, f"g{k}")])
+    costs = [30.0, 10.0, 10.0, 10.0]
+    packed = pack_microbatches(forest, range(4), max_tokens=100, costs=costs, max_cost=max_cost)
+    assert all(len(m.segments) == 1 or sum(costs[s] for s in m.segments) <= max_cost for m in packed)
+    assert len(packed) == (2 if max_cost >= 30 else 3)
+
+
+def test_a_tree_that_costs_too_much_is_written() -> None:
+    """14 tokens fit the budget; at a cost of 14 they do, at 10 the root is written as with a budget of 10."""
+    whole = pack_microbatches(TREE, [0], max_tokens=100, max_cost=14.0)
+    split = pack_microbatches(TREE, [0], max_tokens=100, max_cost=10.0)
+    assert len(whole) == 1
+    assert split == pack(10)
+
+
 def test_evening_out_never_breaks_the_budget() -> None:
     """5 5 4 3 3 in 10: two full bins; the even spread would put 11 and 9."""
     forest = build_forest([t for k, n in enumerate((5, 5, 4, 3, 3)) for t in chain(n, f"g{k}")])
@@ -169,11 +194,11 @@ def test_a_segment_longer_than_the_budget_is_our_own_error() -> None:
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(30, 60))
 def test_any_two_bins_exceed_the_budget(sizes: list[int], budget: int) -> None:
     """So at most one bin is half empty before they are evened out."""
-    units = [packing._Unit(range(i, i + 1), n) for i, n in enumerate(sizes)]
-    largest_first = sorted(units, key=lambda u: -u.num_tokens)
+    units = [packing._Unit(range(i, i + 1), n, cost=1.0) for i, n in enumerate(sizes)]
+    largest_first = sorted(units, key=lambda u: -u.load)
     bins = packing._best_fit(largest_first, budget)
-    fills = sorted(sum(u.num_tokens for u in b) for b in bins)
-    assert sorted(u.num_tokens for b in bins for u in b) == sorted(sizes)
+    fills = sorted(sum(u.load for u in b) for b in bins)
+    assert sorted(u.load for b in bins for u in b) == sorted(sizes)
     assert all(fill <= budget for fill in fills)
     assert len(fills) < 2 or fills[0] + fills[1] > budget
 

@@ -16,7 +16,6 @@ from prefixflow.plan import plan as planning
 from prefixflow.plan.cost import SharingOverhead
 from prefixflow.plan.fold import fold_small_segments
 from prefixflow.plan.plan import MergeGroups, PlanConfig, PrefixReuse
-from prefixflow.schedule import search
 from prefixflow.schedule.ops import Kind, Op
 from prefixflow.schedule.search import plan_pipeline, rank_table
 from prefixflow.schedule.simulate import simulate
@@ -51,7 +50,6 @@ def test_any_batch_has_a_valid_step(trajectories: list[Trajectory], data: st.Dat
     config, omit = data.draw(step_configs(trajectories)), data.draw(omitted_of(trajectories))
     overhead = SharingOverhead(data.draw(st.sampled_from([0, 2, 16])))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "SMALLEST_BUDGET_TOKENS", 1)
         patch.setattr(planning, "MERGED_PREFIX_TOKENS", data.draw(st.integers(1, 64)))
         patch.setattr(planning, "fold_small_segments", lambda forest, *_: fold_small_segments(forest, overhead))
         plan = plan_pipeline(trajectories, config, omit=omit)

@@ -39,6 +39,14 @@ def test_operations_by_hand(num_stages: int) -> None:
             assert c.of_operation(backward(m, 0)) == pytest.approx(back / 2 + overhead)
 
 
+def test_a_microbatch_costs_what_its_costliest_stage_does() -> None:
+    c = costs(2)
+    assert c.microbatch_costs() == pytest.approx(
+        [c.of_operation(forward(m, 1)) + c.of_operation(backward(m, 1)) for m in range(2)]
+    )
+    assert c.microbatch_costs()[0] > c.of_operation(forward(0, 0)) + c.of_operation(backward(0, 0)) + 1e4
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_bottleneck_is_the_last_rank_without_overhead(num_ranks: int) -> None:
     training = 3 * 8e6 + 3.5 * 28
