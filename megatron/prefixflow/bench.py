@@ -38,6 +38,7 @@ from megatron.prefixflow.arguments import (
     shape_of,
     transformer_config,
 )
+from megatron.prefixflow.bench_makespan import compare_makespans
 from megatron.prefixflow.calibration import (
     OperationTimer,
     check_calibration,
@@ -167,6 +168,7 @@ class Bench:
             "bound": reuse.bound,
             "fraction_of_bound": speedup / reuse.bound,
             **_bottleneck(dense, reuse, trajectories, speedup),
+            **compare_makespans(self.runner, reuse, sides[1], repeat),
             **self._memory(dense, reuse, trajectories),
             "n_body": shape.num_body_parameters,
             "n_head": shape.num_head_parameters,

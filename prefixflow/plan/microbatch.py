@@ -32,7 +32,6 @@ from prefixflow.forest.forest import Forest, Segment
 from prefixflow.plan.slices import CachedSlice, LocalSlice
 from prefixflow.ranges import Range
 
-
 # Segments that cost `max_cost` together, up to rounding, share a microbatch.
 ROUNDING = 1 - 1e-9
 

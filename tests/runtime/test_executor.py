@@ -1,0 +1,54 @@
+"""The executor: what is observed of an operation is its computation, not its messages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from prefixflow.runtime.executor import execute
+from prefixflow.runtime.links import Topology
+from prefixflow.schedule.ops import Op
+from prefixflow.schedule.table import build_table
+
+
+class Recorder:
+    """Stage, links and observer of the middle of three ranks; keeps the order of what is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.topology = Topology((0, 1, 2), 1, 3)
+
+    def forward(self, m: int, received: Any, *, keep_logits: bool) -> torch.Tensor:
+        self.calls.append(f"F{m}")
+        return torch.zeros(1)
+
+    def backward(self, m: int, received: Any) -> torch.Tensor:
+        self.calls.append(f"B{m}")
+        return torch.zeros(1)
+
+    def receive(self, op: Op) -> torch.Tensor:
+        self.calls.append("receive")
+        return torch.zeros(1)
+
+    def send(self, op: Op, result: torch.Tensor) -> None:
+        self.calls.append("send")
+
+    @contextlib.contextmanager
+    def observe(self, op: Op) -> Iterator[None]:
+        self.calls.append("begin")
+        yield
+        self.calls.append("end")
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+def test_the_wait_for_a_message_is_not_observed() -> None:
+    recorder = Recorder()
+    row = build_table([()], num_ranks=3).rows[1]
+    execute(row, {1: recorder}, recorder, recorder.observe)  # type: ignore[arg-type]
+    operations = [["receive", "begin", name, "end", "send"] for name in ("F0", "B0")]
+    assert recorder.calls == [*operations[0], *operations[1], "finish", "finish"]
