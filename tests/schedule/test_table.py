@@ -110,7 +110,7 @@ def test_any_table_is_valid(reads: Reads, num_stages: int, policy: LeadPolicy | 
         ahead = num_stages - 1 - stage
         got = forwards_before_backwards(row)
         assert got == [min(n, max(at + ahead, last[min(k + ahead, n - 1)])) for k, at in enumerate(last)]
-        assert max((at - k for k, at in enumerate(got)), default=0) == min(most_alive + ahead, n)
+        assert max((at - k for k, at in enumerate(got)), default=0) <= min(most_alive + ahead, n)
         assert {op.stage for op in row} <= {stage}
 
 
