@@ -48,10 +48,7 @@ def execute(
     for place, op in enumerate(row):
         follows_at_once = place + 1 < len(row) and row[place + 1] == Op(op.stage, Kind.BACKWARD, op.microbatch)
         try:
-            received = _receive(op, links)
-            with observe(op):
-                result = _compute(op, stages[op.stage], received, keep_logits=follows_at_once)
-            _send(op, result, links)
+            _run(op, stages[op.stage], links, observe, keep_logits=follows_at_once)
         except Exception as error:
             error.add_note(
                 f"PrefixFlow: in operation {op} (number {place} of {len(row)}).\n{_surroundings(row, place)}"
@@ -63,17 +60,13 @@ def execute(
         stage.finish()
 
 
-def _receive(op: Op, links: Links | None) -> Tensor | None:
-    return links.receive(op) if links is not None and links.topology.needs_input(op) else None
-
-
-def _compute(op: Op, stage: Stage, received: Tensor | None, *, keep_logits: bool) -> Tensor | None:
-    if op.kind is Kind.FORWARD:
-        return stage.forward(op.microbatch, received, keep_logits=keep_logits)
-    return stage.backward(op.microbatch, received)
-
-
-def _send(op: Op, result: Tensor | None, links: Links | None) -> None:
+def _run(op: Op, stage: Stage, links: Links | None, observe: Observer, *, keep_logits: bool) -> None:
+    received = links.receive(op) if links is not None and links.topology.needs_input(op) else None
+    with observe(op):
+        if op.kind is Kind.FORWARD:
+            result: Tensor | None = stage.forward(op.microbatch, received, keep_logits=keep_logits)
+        else:
+            result = stage.backward(op.microbatch, received)
     if links is not None and links.topology.target(op) is not None:
         assert result is not None
         links.send(op, result)
