@@ -72,6 +72,8 @@ TOLERANCE_MOE = {torch.float64: 1e-6, torch.float32: 1e-5}
 BF16_FACTOR = 2.0
 # Share of the weights' norm that the first update moves, so that a wrong first step shows in the second.
 FIRST_UPDATE = 0.02
+# The norm is clipped to this share of the first step's: far enough below for the second step to be clipped as well.
+CLIPPED_NORM = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +240,7 @@ def _load(model: torch.nn.Module, weights: str) -> None:
 
 def _update_settings(args: Arguments, model: torch.nn.Module, norm: float) -> UpdateSettings:
     """An update that moves the weights visibly, with clipping active, unless the arguments say otherwise."""
-    max_norm = args.clip_grad if args.was_given("clip_grad") else norm / 2
+    max_norm = args.clip_grad if args.was_given("clip_grad") else CLIPPED_NORM * norm
     weight_norm = math.sqrt(sum(float(p.double().square().sum()) for p in model.parameters()))
     moved = min(norm, max_norm) if max_norm > 0 else norm
     # The distributed optimizer of Megatron takes Adam only.
