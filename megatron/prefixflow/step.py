@@ -125,9 +125,10 @@ class StepRunner:
             stages[number * num_ranks + position] = StageRunner(
                 chunk, workload, objective, self.kernel, cache, training=training, tp_group=self.groups.tensor
             )
-        row = rank_table(plan, self.groups.data_rank, training=training).rows[position]
+        table = rank_table(plan, self.groups.data_rank, training=training)
+        row = table.rows[position]
         links = self._links(row, microbatches) if num_ranks > 1 else None
-        execute(row, stages, links, self._observer(row, training=training))
+        execute(table, position, stages, links, self._observer(row, training=training))
         self.num_computed_tokens = stages[position].num_computed_tokens
         self.num_bytes_sent = links.num_bytes_sent if links is not None else 0
 

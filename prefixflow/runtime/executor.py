@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
 from prefixflow.runtime.links import Links
 from prefixflow.schedule.ops import Kind, Op
+from prefixflow.schedule.table import OpTable, surroundings
 
 Observer = Callable[[Op], AbstractContextManager[Any]]
 """Entered around the computation of each operation, not its messages: timers, traces and memory measurements."""
-
-SHOWN_BEFORE, SHOWN_AFTER = 6, 4
 
 
 class Stage(Protocol):
@@ -35,23 +35,26 @@ class Stage(Protocol):
 
 
 def execute(
-    row: Sequence[Op],
+    table: OpTable,
+    rank: int,
     stages: Mapping[int, Stage],
     links: Links | None = None,
     observe: Observer | None = None,
 ) -> None:
-    """Run `row` in order. `links` may be None where one stage is the whole model.
+    """Run the row of pipeline rank `rank` in order. `links` may be None where one stage is the whole model.
 
-    An error carries a note that names the operation and shows its surroundings in the row.
+    An error carries a note that names the rank and the operation, and shows what stands around it on every rank.
     """
     observe = observe or _unobserved
+    row = table.rows[rank]
     for place, op in enumerate(row):
         follows_at_once = place + 1 < len(row) and row[place + 1] == Op(op.stage, Kind.BACKWARD, op.microbatch)
         try:
             _run(op, stages[op.stage], links, observe, keep_logits=follows_at_once)
         except Exception as error:
             error.add_note(
-                f"PrefixFlow: in operation {op} (number {place} of {len(row)}).\n{_surroundings(row, place)}"
+                f"PrefixFlow: {_this_process()}in operation {op} (number {place} of {len(row)} of pipeline rank {rank}).\n"
+                f"{surroundings(table, rank, place)}"
             )
             raise
     if links is not None:
@@ -72,10 +75,8 @@ def _run(op: Op, stage: Stage, links: Links | None, observe: Observer, *, keep_l
         links.send(op, result)
 
 
-def _surroundings(row: Sequence[Op], place: int) -> str:
-    before = " ".join(map(str, row[max(0, place - SHOWN_BEFORE) : place]))
-    after = " ".join(map(str, row[place + 1 : place + 1 + SHOWN_AFTER]))
-    return f"{before} >{row[place]}< {after}".strip()
+def _this_process() -> str:
+    return f"rank {dist.get_rank()} of {dist.get_world_size()}, " if dist.is_initialized() else ""
 
 
 def _unobserved(op: Op) -> AbstractContextManager[None]:

@@ -159,7 +159,14 @@ class Links:
         if op not in self._incoming:
             self._post(op)
         incoming = self._incoming.pop(op)
-        incoming.work.wait()
+        try:
+            incoming.work.wait()
+        except RuntimeError as error:
+            error.add_note(
+                f"PrefixFlow: {op} waits for a message of rank {self.topology.source(op)}, which failed or is gone: its "
+                "own message, if it left one, says why."
+            )
+            raise
         following = self._following.get(op)
         if following is not None:
             self._post(following)

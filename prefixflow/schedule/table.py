@@ -30,6 +30,9 @@ from dataclasses import dataclass
 from prefixflow.schedule.ops import Kind, Op, backward, forward
 from prefixflow.schedule.order import backward_order, forwards_needed
 
+SHOWN_BEFORE, SHOWN_AFTER = 6, 4
+"""Operations that an error shows around the one that it names."""
+
 
 class LeadPolicy(enum.Enum):
     LAZY = "lazy"
@@ -197,9 +200,23 @@ def _missing(op: Op, done: set[Op], reads: Sequence[Sequence[int]], readers: Seq
     return [n for n in needed if n not in done]
 
 
+def surroundings(table: OpTable, rank: int, place: int) -> str:
+    """One line a rank: the operations around number `place` of `rank`, and around the same microbatch on the others."""
+    wanted = table.rows[rank][place]
+    lines = []
+    for other, row in enumerate(table.rows):
+        matches = [i for i, op in enumerate(row) if (op.kind, op.microbatch) == (wanted.kind, wanted.microbatch)]
+        at = place if other == rank else next(iter(matches), 0)
+        before = " ".join(map(str, row[max(0, at - SHOWN_BEFORE) : at]))
+        after = " ".join(map(str, row[at + 1 : at + 1 + SHOWN_AFTER]))
+        marked = f">{row[at]}<" if other == rank else f"[{row[at]}]"
+        lines.append(f"  pipeline rank {other}: {before} {marked} {after}".rstrip())
+    return "\n".join(lines)
+
+
 def _bad(row: Sequence[Op], rank: int, place: int, reason: str) -> ValueError:
-    shown = row[max(0, place - 6) : place + 4]
-    before = " ".join(map(str, row[max(0, place - 6) : place]))
+    shown = row[max(0, place - SHOWN_BEFORE) : place + SHOWN_AFTER]
+    before = " ".join(map(str, row[max(0, place - SHOWN_BEFORE) : place]))
     arrow = " " * (len(before) + bool(before)) + "^" * len(str(row[place]))
     return ValueError(
         f"Rank {rank}, operation {place}: {row[place]} cannot run here, {reason}.\n{' '.join(map(str, shown))}\n{arrow}"

@@ -48,7 +48,6 @@ class Recorder:
 
 def test_the_wait_for_a_message_is_not_observed() -> None:
     recorder = Recorder()
-    row = build_table([()], num_ranks=3).rows[1]
-    execute(row, {1: recorder}, recorder, recorder.observe)  # type: ignore[arg-type]
+    execute(build_table([()], num_ranks=3), 1, {1: recorder}, recorder, recorder.observe)  # type: ignore[arg-type]
     operations = [["receive", "begin", name, "end", "send"] for name in ("F0", "B0")]
     assert recorder.calls == [*operations[0], *operations[1], "finish", "finish"]

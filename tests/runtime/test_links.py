@@ -14,6 +14,7 @@ from prefixflow.runtime.links import Channel, Links, Topology
 from prefixflow.runtime.memory import LiveBytes
 from prefixflow.runtime.world import Worlds
 from prefixflow.schedule.ops import Kind, Op
+from prefixflow.schedule.table import OpTable
 
 SHAPE = (1000, 1, 16)
 MESSAGE_BYTES = 1000 * 16 * 8
@@ -49,9 +50,9 @@ def bytes_alive_before_the_first_backward() -> int:
     """All forwards run first; what is alive on the first rank when the other one has taken every message."""
     rank = dist.get_rank()
     group = dist.new_group([0, 1])
-    row = [Op(rank, kind, m) for kind in Kind for m in range(NUM_MICROBATCHES)]
+    rows = tuple(tuple(Op(r, kind, m) for kind in Kind for m in range(NUM_MICROBATCHES)) for r in (0, 1))
     links = Links(
-        row,
+        rows[rank],
         Topology((0, 1), rank, 2),
         dict.fromkeys((Channel.FORWARD, Channel.BACKWARD), group),
         shape=lambda m: SHAPE,
@@ -70,7 +71,7 @@ def bytes_alive_before_the_first_backward() -> int:
         def __exit__(self, *exception: object) -> None: ...
 
     with live:
-        execute(row, {rank: stage}, links, lambda op: Watched())
+        execute(OpTable(rows, ((),) * NUM_MICROBATCHES), rank, {rank: stage}, links, lambda op: Watched())
     if rank == 0:
         assert stage.gradients == dict.fromkeys(range(NUM_MICROBATCHES), 4.0 * 16000)
     return seen[0] if seen else 0
