@@ -22,7 +22,7 @@ from prefixflow.ranges import Range
 
 LINEAR_TRAINING_FACTOR = 3.0
 ATTENTION_TRAINING_FACTOR = 3.5
-OPERATION_OVERHEAD_TOKENS = 8.0
+OPERATION_OVERHEAD_TOKENS = 16.0
 """Forward tokens that an operation costs beside its own, where nothing was measured: launches, messages, Python."""
 MOST_PIECES = 2
 """Times the fewest pieces that fit the budget, that equal costs may take."""
