@@ -88,7 +88,7 @@ class Reference:
         if self._optimizer is None:
             self._optimizer = _torch_optimizer(self._masters, settings)
         limit = settings.max_norm
-        scale = min(1.0, limit / step.norm) if limit > 0 else 1.0
+        scale = limit / step.norm if 0 < limit < step.norm else 1.0
         for master, grad in zip(self._masters, step.grads.values(), strict=True):
             master.grad = grad * scale
         self._optimizer.step()

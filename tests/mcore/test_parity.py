@@ -397,6 +397,7 @@ def test_real_trajectories(runner, traces, tmp_path_factory, name, trace, option
     path = tmp_path_factory.getbasetemp() / f"{name}.jsonl"
     # The shortest ones keep the reference quick; of so few, the rewards may all be zero.
     kept = sorted(batch, key=len)[:num_kept]
-    kept = [replace(t, advantages=np.full(len(t), 1.0 + i)) for i, t in enumerate(kept)]
+    # Both signs: where all advantages are positive, one update may clip every ratio of the next step.
+    kept = [replace(t, advantages=np.full(len(t), (-1.0) ** i * (1 + i))) for i, t in enumerate(kept)]
     write_trajectories(path, near_policy(kept))
     assert_exact(compare(runner, str(path), text, "float64"))

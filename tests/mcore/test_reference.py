@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.prefixflow.configs import cpu_safe
-from megatron.prefixflow.reference import Reference, build_reference_model
+from megatron.prefixflow.reference import Reference, ReferenceStep, UpdateSettings, build_reference_model
 from megatron.prefixflow.session import start_session
 from prefixflow.plan.layout import ParallelLayout
 from prefixflow.runtime.loss import LossConfig
@@ -156,3 +156,16 @@ def test_reference_equals_transformers(worlds: Worlds, tmp_path, kind, loss, exa
         (tmp_path / name).mkdir()
     (errors,) = worlds[1].run(compare, kind, loss, exact_norms, tmp_path)
     assert max(errors.values()) < LIMITS[exact_norms], errors
+
+
+def test_a_step_without_a_gradient_updates_nothing():
+    """Where every ratio is clipped the norm is 0, and it must not be divided by."""
+    model: Any = torch.nn.Linear(2, 2).double()
+    reference = Reference(model, LossConfig.of("sft"))
+    before = [p.detach().clone() for p in model.parameters()]
+    zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    reference.update(
+        ReferenceStep(0.0, zeros, [], 0.0),
+        UpdateSettings("sgd", lr=1.0, momentum=0.9, adam_betas=(0.9, 0.999), adam_eps=1e-3, max_norm=1.0),
+    )
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
