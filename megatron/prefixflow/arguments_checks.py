@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.prefixflow.arguments_spec import ArgumentsError, flag_of
+from prefixflow.plan.layout import layers_per_stage
 from prefixflow.plan.plan import DEFAULT_MAX_TOKENS
 from prefixflow.runtime.loss import LossConfig
 
@@ -175,22 +176,23 @@ def _validate_model(values: Mapping[str, Any]) -> None:
 
 
 def _validate_layers(values: Mapping[str, Any]) -> None:
-    uneven = (
-        values["decoder_first_pipeline_num_layers"],
-        values["decoder_last_pipeline_num_layers"],
-    )
-    if any(number is not None for number in uneven):
-        return
-    layers = values["num_layers"]
-    layers += values["account_for_embedding_in_pipeline_split"]
-    layers += values["account_for_loss_in_pipeline_split"]
-    chunks = values["pipeline_model_parallel_size"] * values["vpp"]
-    if layers % chunks:
-        raise ArgumentsError(
-            f"--num-layers {values['num_layers']} does not divide evenly over {chunks} model "
-            "chunks (pp * vpp). Use --decoder-first-pipeline-num-layers and "
-            "--decoder-last-pipeline-num-layers, or another --pp."
-        )
+    try:
+        layers_per_stage(**stage_options(values))
+    except ValueError as error:
+        raise ArgumentsError(str(error)) from error
+
+
+def stage_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of `layers_per_stage`."""
+    return {
+        "num_layers": values["num_layers"],
+        "pp": values["pipeline_model_parallel_size"],
+        "vpp": values["vpp"],
+        "first": values["decoder_first_pipeline_num_layers"],
+        "last": values["decoder_last_pipeline_num_layers"],
+        "with_embedding": values["account_for_embedding_in_pipeline_split"],
+        "with_loss": values["account_for_loss_in_pipeline_split"],
+    }
 
 
 def _validate_experts(values: Mapping[str, Any], given: Mapping[str, Any]) -> None:

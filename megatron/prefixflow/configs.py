@@ -15,12 +15,12 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
-from megatron.prefixflow.arguments_checks import loss_options
+from megatron.prefixflow.arguments_checks import loss_options, stage_options
 from megatron.prefixflow.arguments_result import Arguments, shape_of
 from megatron.prefixflow.arguments_spec import ArgumentsError
 from megatron.prefixflow.calibration import measured_costs
 from prefixflow.plan.cost import CostModel
-from prefixflow.plan.layout import ParallelLayout
+from prefixflow.plan.layout import ParallelLayout, layers_per_stage
 from prefixflow.plan.plan import MergeGroups, PlanConfig, PrefixReuse
 from prefixflow.runtime.loss import LossConfig
 
@@ -56,6 +56,7 @@ def plan_config(args: Arguments, parallel: ParallelLayout | None = None) -> Plan
         token_multiple=parallel.token_multiple if pads else 1,
         pipeline_size=parallel.pp,
         num_chunks=parallel.vpp,
+        stage_layers=layers_per_stage(**stage_options(args.values)),
         prefix_reuse=PrefixReuse(args.prefix_reuse),
         merge_groups=MergeGroups(args.merge_groups),
         cost=CostModel.of_shape(shape_of(args)),

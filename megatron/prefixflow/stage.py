@@ -179,6 +179,9 @@ class StageRunner:
 
     def _release(self, microbatch: Microbatch) -> None:
         """Drop K/V that no later operation reads: this was the last use for those whose count reaches zero."""
+        if not self.model.decoder.layers:
+            # A stage of the embedding or the head alone has no K/V.
+            return
         for cached in microbatch.cached:
             for block in cached.blocks:
                 self._open_readers[block] -= 1

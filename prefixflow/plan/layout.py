@@ -101,3 +101,68 @@ class ParallelLayout:
             experts = ep * etp
             dp = experts // math.gcd(experts, tp * cp)
         return cls(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp, dp=dp)
+
+
+def layers_per_stage(
+    num_layers: int,
+    *,
+    pp: int = 1,
+    vpp: int = 1,
+    first: int | None = None,
+    last: int | None = None,
+    with_embedding: bool = False,
+    with_loss: bool = False,
+) -> tuple[int, ...]:
+    """Layers of every global stage (model chunk) in order; stage g stands on pipeline rank g % pp.
+
+    first, last: layers of the first and of the last rank, the others share the rest. with_embedding, with_loss: the embedding
+    or the loss takes the place of a layer, which may leave its stage none. The rules are Megatron-Core's
+    (`get_num_layers_to_build`).
+
+    Raises:
+        ValueError: the layers do not divide.
+    """
+    uneven = {
+        flag: number
+        for flag, number in (
+            ("--decoder-first-pipeline-num-layers", first),
+            ("--decoder-last-pipeline-num-layers", last),
+        )
+        if number is not None
+    }
+    for flag, number in uneven.items():
+        if pp == 1:
+            raise ValueError(f"{flag} {number} needs pipeline stages: give --pp of at least 2.")
+        if with_embedding or with_loss:
+            raise ValueError(
+                f"{flag} and --account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split both "
+                "say how layers are split; give one of them."
+            )
+        if not 0 < number < num_layers or number % vpp:
+            raise ValueError(
+                f"{flag} is {number}, expected from 1 to --num-layers {num_layers} less one, and a multiple of the "
+                f"{vpp} model chunks of a rank."
+            )
+    rest = num_layers + with_embedding + with_loss - sum(uneven.values())
+    parts = (pp - len(uneven)) * vpp
+    if rest < 0 or (rest % parts if parts else rest):
+        raise ValueError(
+            f"--num-layers {num_layers} does not divide evenly over "
+            + (f"{pp * vpp} model chunks (pp * vpp)" if not uneven else f"{pp} stages with {' and '.join(uneven)}")
+            + (", embedding or loss counted as a layer" if with_embedding or with_loss else "")
+            + ". Use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or another --pp."
+        )
+    on_rank = [rest // parts if parts else 0] * pp
+    if first is not None:
+        on_rank[0] = first // vpp
+    if last is not None:
+        on_rank[-1] = last // vpp
+    layers = on_rank * vpp
+    layers[0] -= with_embedding
+    layers[-1] -= with_loss
+    if min(layers) < 0:
+        raise ValueError(
+            f"--num-layers {num_layers} leaves {pp * vpp} model chunks less than the embedding and the loss take. Use "
+            "fewer of them, or leave out --account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split."
+        )
+    return tuple(layers)

@@ -60,8 +60,9 @@ class PlanConfig:
 
     max_tokens_per_microbatch counts physical tokens, padding included; token_multiple is what a microbatch is padded
     to (tensor-parallel size under sequence parallelism). With num_chunks model chunks on each of pipeline_size ranks
-    (interleaved stages), dummies fill the number of microbatches to a multiple of pipeline_size. `cost` are FLOPs, which
-    give the bound; `measured` costs, where there are any, decide in their place.
+    (interleaved stages), dummies fill the number of microbatches to a multiple of pipeline_size. stage_layers: layers of
+    each global stage (`layers_per_stage`), empty where all have the same number. `cost` are FLOPs, which give the bound;
+    `measured` costs, where there are any, decide in their place.
     """
 
     max_tokens_per_microbatch: int = DEFAULT_MAX_TOKENS
@@ -69,6 +70,7 @@ class PlanConfig:
     token_multiple: int = 1
     pipeline_size: int = 1
     num_chunks: int = 1
+    stage_layers: tuple[int, ...] = ()
     prefix_reuse: PrefixReuse = PrefixReuse.ON
     merge_groups: MergeGroups = MergeGroups.OFF
     cost: CostModel = field(default_factory=CostModel)

@@ -52,7 +52,8 @@ def plan_pipeline(trajectories: Sequence[Trajectory], config: PlanConfig, *, omi
 def stage_costs(plan: Plan, data_rank: int, rows: Sequence[int], costs: Costs) -> StageCosts:
     """Costs of one data-parallel rank's microbatches per stage; `rows[i]` head rows of segment i."""
     num_stages = plan.config.pipeline_size * plan.config.num_chunks
-    return StageCosts.of(plan.forest, plan.ranks[data_rank], rows, costs, num_stages)
+    layers = plan.config.stage_layers or (1,) * num_stages
+    return StageCosts.of(plan.forest, plan.ranks[data_rank], rows, costs, layers)
 
 
 def predicted_timeline(plan: Plan, data_rank: int, rows: Sequence[int]) -> Timeline:

@@ -109,6 +109,7 @@ SEVERAL_PROCESSES = [
     ("mixed-near", f"{TINY} --max-tokens 64 --tp 2 --sequence-parallel --dp 2 --kl-coef 0.1"),
     ("two-groups", f"{QWEN_LIKE} --max-tokens 16 --tp 2 --sequence-parallel --dp 2 --recompute full"),
 ]
+EMBEDDING_COUNTS = "--account-for-embedding-in-pipeline-split"
 PIPELINES = [
     ("groups", f"{PIPED} --pp 2 --decoder-first-pipeline-num-layers 3"),
     ("groups", f"{PIPED} --pp 2 --vpp 2 --recompute full"),
@@ -117,6 +118,10 @@ PIPELINES = [
     ("deep-near", f"{PIPED} --pp 2 --dp 2 --recompute full {GSPO}"),
     # Log-probabilities that the file lacks come from forward-only passes through the pipeline.
     ("mixed-partly-old", f"{PIPED} --pp 2 --kl-coef 0.1"),
+    # Stages of 2 layers and 1; the embedding alone on the first stage; chunks that end at different times.
+    ("chains", f"{TINY} --max-tokens 16 --pp 2 --decoder-last-pipeline-num-layers 1 --tp 2 --sequence-parallel"),
+    ("mixed", f"{TINY} --max-tokens 64 --pp 4 {EMBEDDING_COUNTS} --recompute full"),
+    ("mixed", f"{TINY} --max-tokens 64 --pp 2 --vpp 2 --dp 2 {EMBEDDING_COUNTS} --overlap-grad-reduce"),
     # Tied embeddings on the first and the last stage.
     ("mixed", f"{QWEN_LIKE} --max-tokens 64 --pp 2 --tp 2 --sequence-parallel --recompute full"),
 ]
@@ -131,7 +136,7 @@ FLOAT32 = [
     ("mixed-near", f"{TINY} --max-tokens 16 --recompute full --kl-coef 0.1"),
     ("groups-near", f"{BIASED} --max-tokens 64 --policy-loss dapo"),
     ("mixed", f"{TINY} --max-tokens 64 --tp 2 --sequence-parallel"),
-    ("mixed", f"{TINY} --max-tokens 64 --dp 2 --use-distributed-optimizer"),
+    ("mixed", f"{TINY} --max-tokens 64 --dp 2 --use-distributed-optimizer --overlap-grad-reduce"),
     ("mixed", f"{QWEN_LIKE} --max-tokens 64 --tp 2 --sequence-parallel --dp 2 --use-distributed-optimizer"),
 ]
 BFLOAT16 = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+from megatron.prefixflow.arguments import parallel_layout, parse_arguments, plan_config, transformer_config
 from megatron.prefixflow.params import MicrobatchParams
 from megatron.prefixflow.spec import SegmentCoreAttention, SegmentTransformerLayer, SequenceParallelNorm, block_spec
 from prefixflow.runtime.world import Worlds
@@ -169,7 +171,7 @@ class _Model:
     """A two-layer model of ours in this process, and what a forward through it handed down."""
 
     def __init__(self, recompute: str | None, *more: str) -> None:
-        from megatron.prefixflow.arguments import gpt_model_kwargs, parse_arguments, transformer_config
+        from megatron.prefixflow.arguments import gpt_model_kwargs
         from megatron.prefixflow.session import start_session
         from prefixflow.plan.layout import ParallelLayout
 
@@ -230,6 +232,28 @@ def test_norms_are_marked_for_sequence_parallelism():
         config.sequence_parallel = True
         marked: Any = SequenceParallelNorm(config=config, hidden_size=8)
         assert all(p.sequence_parallel for p in marked.parameters())
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--pp 2",
+        "--pp 4 --num-layers 6 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1",
+        "--pp 2 --vpp 2 --num-layers 6 --decoder-last-pipeline-num-layers 2",
+        "--pp 3 --num-layers 5 --account-for-loss-in-pipeline-split",
+        "--pp 2 --vpp 3 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+    ],
+)
+def test_layers_go_to_stages_as_upstream_puts_them(argv):
+    args = parse_arguments(["--model", "tiny", *argv.split()])
+    config, layout = transformer_config(args, on_gpu=False), parallel_layout(args)
+    stages = [(chunk if layout.vpp > 1 else None, rank) for chunk in range(layout.vpp) for rank in range(layout.pp)]
+    layers = plan_config(args).stage_layers
+    assert tuple(transformer_block.get_num_layers_to_build(config, *stage) for stage in stages) == layers
+    offsets = [transformer_layer.get_transformer_layer_offset(config, *stage) for stage in stages]
+    # A stage without layers has no first one.
+    expected = list(itertools.accumulate(layers, initial=0))
+    assert all(got == want for got, want, number in zip(offsets, expected, layers, strict=False) if number)
 
 
 def ddp_attributes() -> list[str]:

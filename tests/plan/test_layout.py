@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixflow.plan.layout import ParallelLayout
+from prefixflow.plan.layout import ParallelLayout, layers_per_stage
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,40 @@ def test_experts_regroup_the_same_ranks():
     layout = ParallelLayout(tp=2, cp=2, dp=4, ep=8, etp=1)
     assert layout.expert_dp == 2
     assert str(layout) == "tp 2 pp 1 cp 2 dp 4 ep 8 etp 1"
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes", "expected"),
+    [
+        (4, {}, (4,)),
+        (8, {"pp": 2, "vpp": 2}, (2, 2, 2, 2)),
+        (4, {"pp": 2, "first": 1}, (1, 3)),
+        (6, {"pp": 4, "first": 1, "last": 1}, (1, 2, 2, 1)),
+        (6, {"pp": 2, "vpp": 2, "first": 2}, (1, 2, 1, 2)),
+        (3, {"pp": 2, "with_embedding": True}, (1, 2)),
+        (2, {"pp": 4, "with_embedding": True, "with_loss": True}, (0, 1, 1, 0)),
+        (6, {"pp": 2, "vpp": 2, "with_embedding": True, "with_loss": True}, (1, 2, 2, 1)),
+    ],
+)
+def test_layers_per_stage(num_layers, sizes, expected):
+    assert layers_per_stage(num_layers, **sizes) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes", "words"),
+    [
+        (4, {"pp": 3}, "does not divide evenly over 3 model chunks"),
+        (4, {"pp": 2, "with_loss": True}, "counted as a layer"),
+        (5, {"pp": 3, "first": 2}, "3 stages with --decoder-first-pipeline-num-layers"),
+        (5, {"pp": 2, "first": 2, "last": 2}, "does not divide evenly"),
+        (4, {"pp": 2, "first": 3, "last": 3}, "does not divide evenly"),
+        (4, {"pp": 1, "first": 2}, "needs pipeline stages"),
+        (4, {"pp": 2, "last": 0}, "--decoder-last-pipeline-num-layers is 0"),
+        (4, {"pp": 2, "first": 4}, "is 4"),
+        (6, {"pp": 2, "vpp": 2, "first": 3}, "multiple of the 2 model chunks"),
+        (4, {"pp": 2, "first": 1, "with_loss": True}, "give one of them"),
+    ],
+)
+def test_layers_that_do_not_fit_the_stages(num_layers, sizes, words):
+    with pytest.raises(ValueError, match=words):
+        layers_per_stage(num_layers, **sizes)
