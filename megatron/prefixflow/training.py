@@ -325,7 +325,9 @@ class Trainer(Scorer):
         self.trace.step = self.num_steps + 1
         self.runner.observe = together(times, self.trace.observe) if self.job.args.trace_file else times
         place = BatchPlace.of(self.num_steps, len(self.batches), self.job.args.updates_per_batch)
+        self.trace.is_training = False
         work = self._prepared(place)
+        self.trace.is_training = True
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -190,8 +190,15 @@ class Links:
 
     def finish(self) -> None:
         """Wait until everything is sent; every expected message must have been taken."""
-        for outbox in self._outboxes.values():
-            outbox.finish()
+        for channel, outbox in self._outboxes.items():
+            try:
+                outbox.finish()
+            except RuntimeError as error:
+                error.add_note(
+                    f"PrefixFlow: rank {dist.get_rank()} has run all its operations, but the rank that takes its "
+                    f"{channel.value} messages failed or is gone: its own message, if it left one, says why."
+                )
+                raise
         self._outboxes = {}
         assert not self._incoming, f"messages nobody took: {[str(op) for op in self._incoming]}"
 

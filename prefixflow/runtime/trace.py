@@ -20,13 +20,14 @@ from prefixflow.trajectories.files import atomic_write
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One operation of one step on one rank; seconds since the epoch."""
+    """One operation of one step on one rank; seconds since the epoch. `is_training` is False in passes that only score."""
 
     step: int
     data_rank: int
     op: Op
     start_s: float
     end_s: float
+    is_training: bool = True
 
 
 @dataclass(slots=True)
@@ -35,13 +36,14 @@ class OperationTrace:
 
     data_rank: int
     step: int = 0
+    is_training: bool = True
     events: list[Event] = field(default_factory=list)
 
     @contextlib.contextmanager
     def observe(self, op: Op) -> Iterator[None]:
         start = time.time()
         yield
-        self.events.append(Event(self.step, self.data_rank, op, start, time.time()))
+        self.events.append(Event(self.step, self.data_rank, op, start, time.time(), self.is_training))
 
 
 def write_trace(path: str | Path, events: Iterable[Event]) -> None:
@@ -57,12 +59,19 @@ def write_trace(path: str | Path, events: Iterable[Event]) -> None:
             "dur": (event.end_s - event.start_s) * 1e6,
             "pid": event.data_rank,
             "tid": event.op.stage,
-            "args": {"step": event.step, "microbatch": event.op.microbatch},
+            "args": {
+                "step": event.step,
+                "microbatch": event.op.microbatch,
+                "pass": "training" if event.is_training else "scoring",
+            },
         }
         for event in events
     ]
     rows = sorted({(event.data_rank, event.op.stage) for event in events})
     names = [
+        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"data-parallel rank {rank}"}}
+        for rank in sorted({rank for rank, _ in rows})
+    ] + [
         {"name": "thread_name", "ph": "M", "pid": rank, "tid": stage, "args": {"name": f"stage {stage}"}}
         for rank, stage in rows
     ]

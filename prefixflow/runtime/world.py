@@ -48,7 +48,7 @@ _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 5.0
 # How long the other ranks may take to fail as well: their tracebacks often tell more.
-_GRACE_S = 1.0
+_GRACE_S = 3.0
 _STACK_SIGNAL = signal.SIGUSR1
 
 
@@ -231,10 +231,14 @@ class World:
         return "(no stack: still importing)"
 
     def _failure_message(self, name: str, failures: dict[int, str], silent: list[int]) -> str:
-        first, story = next(iter(failures.items()))
+        (first, story), *others = failures.items()
         lines = [f"Rank {first} of {self.world_size} failed in {name}:", story.rstrip()]
-        for rank, other in list(failures.items())[1:]:
-            lines.append(f"Rank {rank} failed after it: {other.rstrip().splitlines()[-1]}")
+        is_explained = "\n" in story.rstrip()
+        for rank, other in others:
+            # A process that died says nothing: who waited for it tells where.
+            told = other.rstrip().splitlines()[-1] if is_explained else "\n" + other.rstrip()
+            lines.append(f"Rank {rank} failed after it: {told}")
+            is_explained = True
         if silent:
             lines.append(f"{_ranks(silent)} had not answered {_GRACE_S:g} s later.")
         return "\n".join(lines)

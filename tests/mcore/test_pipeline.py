@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import re
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,8 +54,8 @@ class RankRun:
     plan: Plan
 
 
-def run_logged(argv: tuple[str, ...], failing: str | None = None) -> RankRun:
-    """One step on this rank; raises in operation `failing`."""
+def run_logged(argv: tuple[str, ...], failing: str | None = None, *, is_killed: bool = False) -> RankRun:
+    """One step on this rank; raises (or is killed) in operation `failing`."""
     args = parse_arguments((*ARGUMENTS, *argv))
     groups = start_session(parallel_layout(args), args.seed)
     chunks = build_model(transformer_config(args), groups, **gpt_model_kwargs(args))
@@ -63,6 +66,8 @@ def run_logged(argv: tuple[str, ...], failing: str | None = None) -> RankRun:
     @contextlib.contextmanager
     def record(op: Op) -> Iterator[None]:
         if str(op) == failing:
+            if is_killed:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("planted failure")
         log.append(op)
         yield
@@ -162,6 +167,18 @@ def test_a_rank_that_raises_names_the_operation() -> None:
     assert "in operation 1B3" in message
     assert ">1B3<" in message
     assert 1 in caught.value.failures
+
+
+def test_a_killed_rank_is_named_with_the_operation_that_waited_for_it() -> None:
+    with World(2) as world, pytest.raises(WorldError) as caught:
+        world.run(partial(run_logged, ("--pp", "2"), failing="1B3", is_killed=True), timeout_s=60)
+    message = str(caught.value)
+    assert message.startswith("Rank 1 of 2 failed")
+    assert "SIGKILL" in message
+    assert "waits for a message of rank 1" in message
+    waiting = re.search(r"rank 0 of 2, in operation (0B\d+)", message)
+    assert waiting is not None
+    assert f">{waiting[1]}<" in message
 
 
 def test_the_lead_rule_bounds_the_forwards_ahead() -> None:

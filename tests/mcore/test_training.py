@@ -165,6 +165,55 @@ def test_a_given_temperature_holds_for_all(file: Path) -> None:
     assert {t.temperature for t in with_temperature(mixed, 0.7)} == {0.7}
 
 
+def test_the_trace_of_a_pipeline_is_its_table(file: Path, worlds: Worlds, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    line = arguments(file, "--pp", "2", "--dp", "2", "--max-tokens-per-microbatch", "64", "--kl-coef", "0.1")
+    tables = worlds[4].run(run_traced, [*line, "--trace-file", str(path)])
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {(e["name"], e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M"}
+    expected = {("process_name", d, None): f"data-parallel rank {d}" for d in (0, 1)}
+    assert names == expected | {("thread_name", d, s): f"stage {s}" for d in (0, 1) for s in (0, 1)}
+    boxes = sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"])
+    rows: dict[Any, list[str]] = {}
+    for box in boxes:
+        place = (box["pid"], box["tid"], box["args"]["step"], box["args"]["pass"])
+        rows.setdefault(place, []).append(box["name"])
+    assert rows == {place: row for rank in tables for place, row in rank.items()}
+    assert len(rows) == 4 * 2 * 2, "a row a stage, in two steps, for the reference policy and for training"
+    begins = {(b["pid"], b["args"]["step"], b["args"]["pass"], b["name"]): b for b in boxes}
+    for (rank, step, kind, name), box in begins.items():
+        before = {"0B": f"1B{name[2:]}", "1F": f"0F{name[2:]}"}.get(name[:2])
+        if before is not None:
+            earlier = begins[rank, step, kind, before]
+            assert earlier["ts"] + earlier["dur"] <= box["ts"], f"{name} began before {before} had ended"
+
+
+def run_traced(argv: Sequence[str]) -> dict[tuple[int, int, int, str], list[str]]:
+    """Train, with a trace; by (data-parallel rank, stage, step, pass) the operations of this rank's tables."""
+    from unittest.mock import patch
+
+    from megatron.core import parallel_state
+
+    from megatron.prefixflow import step
+    from megatron.prefixflow.training import main
+
+    rows: dict[tuple[int, int, int, str], list[str]] = {}
+    number = {"training": 0, "scoring": 0}
+    execute = step.execute
+
+    def observed(table: Any, rank: int, *rest: Any) -> None:
+        name = "training" if any("B" in str(op) for op in table.rows[rank]) else "scoring"
+        number[name] += 1
+        (stage,) = {op.stage for op in table.rows[rank]}
+        data_rank = parallel_state.get_data_parallel_rank()
+        rows[data_rank, stage, number[name], name] = [str(op) for op in table.rows[rank]]
+        execute(table, rank, *rest)
+
+    with patch.object(step, "execute", observed):
+        assert main(list(argv)) == 0
+    return rows
+
+
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
