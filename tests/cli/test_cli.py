@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,17 @@ def test_plan_predicts_a_pipeline(file: Path, capsys: pytest.CaptureFixture[str]
     assert flat["pipeline_efficiency"] == 1.0
     assert 0.3 < piped["pipeline_efficiency"] < 1.0
     assert piped["microbatches"] > flat["microbatches"]
+
+
+def test_plan_reports_how_even_microbatches_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two unrelated trajectories alone in a microbatch each: of one length, or one three times as long."""
+    for suffix, expected in ((20, 1.0), (100, 1.5)):
+        path = tmp_path / f"{suffix}.jsonl"
+        lengths = two_level_groups(1, 1, 20, 20), two_level_groups(1, 1, 20, suffix, seed=1)
+        write_trajectories(path, [replace(t, id=str(i), group=str(i)) for i, (t,) in enumerate(lengths)])
+        report = plan_json(capsys, str(path), "--model", "tiny", "--max-tokens", str(suffix + 20))
+        assert report["microbatch_cost_spread"] == pytest.approx(expected, abs=0.1)
+        assert report["microbatches"] == 2
 
 
 def test_plan_prints_a_table(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

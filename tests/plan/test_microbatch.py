@@ -154,6 +154,13 @@ def test_no_microbatch_of_several_segments_costs_more_than_it_may(max_cost: floa
     assert len(packed) == (2 if max_cost >= 30 else 3)
 
 
+def test_a_segment_that_alone_costs_too_much_leaves_the_others_even() -> None:
+    """50 is more than 40. Best fit of the others makes 40 and 20, evened out they are 30 and 30."""
+    forest = build_forest([t for k in range(5) for t in chain(3, f"g{k}")])
+    packed = pack_microbatches(forest, range(5), max_tokens=100, costs=[50.0, 30.0, 10.0, 10.0, 10.0], max_cost=40.0)
+    assert [m.segments for m in packed] == [(0,), (1,), (2, 3, 4)]
+
+
 def test_a_tree_that_costs_too_much_is_written() -> None:
     """14 tokens fit the budget; at a cost of 14 they do, at 10 the root is written as with a budget of 10."""
     whole = pack_microbatches(TREE, [0], max_tokens=100, max_cost=14.0)

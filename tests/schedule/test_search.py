@@ -113,9 +113,9 @@ def test_recorded_stepwise_samples_win_nearly_as_much(traces: Path, model: str, 
     assert speedup >= 0.9 * bound
 
 
-def test_costs_are_even_where_attention_and_the_head_differ() -> None:
+@pytest.mark.parametrize("cost", [CostModel(1.0, 0.5, 1e-3), CostModel(1.0, 2.0)], ids=["attention", "head"])
+def test_costs_are_even_where_attention_and_the_head_differ(cost: CostModel) -> None:
     """The late half of a prefix costs more a token than the first, and rows weigh on the last stage only."""
-    cost = CostModel(linear=1.0, head=0.5, attention=1e-3)
     config = PlanConfig(4096, pipeline_size=4, cost=cost)
     plan = plan_pipeline(LONG_GROUPS, config)
     plan.assert_invariants(LONG_GROUPS)
