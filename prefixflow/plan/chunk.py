@@ -15,7 +15,7 @@ def chunk_segments(
     max_tokens: int,
     cost: Costs,
     *,
-    rows: Sequence[int] | None = None,
+    rows: Sequence[float] | None = None,
     max_cost: float = math.inf,
 ) -> Forest:
     """The same forest with no segment longer than `max_tokens`; pieces of a segment form a chain.

@@ -79,7 +79,7 @@ class Costs(ABC):
             + (forward.pair + backward.pair) * attended_pairs(span)
         )
 
-    def segment_costs(self, forest: Forest, rows: Sequence[int]) -> list[float]:
+    def segment_costs(self, forest: Forest, rows: Sequence[float]) -> list[float]:
         """Training cost of each segment; `rows[i]` head rows in segment i."""
         forward, backward = self.forward, self.backward
         token, pair, row = forward.token + backward.token, forward.pair + backward.pair, forward.row + backward.row

@@ -304,19 +304,16 @@ def pack_plan(
 ) -> Plan:
     """Cut long segments and pack microbatches under the configuration's budget.
 
-    max_cost: training cost of a microbatch on its costliest stage, which is the last and has the whole head, times the
-    number of stages; kept where cutting segments allows.
+    max_cost: training cost of a microbatch on the stage that it costs most, as if all stages were as large as the
+    largest; kept where cutting segments allows.
     """
     forest = sharing.forest
-    rows: Sequence[int] = sharing.rows
-    weight = config.pipeline_size * config.num_chunks
+    rows = _weighed_rows(forest, sharing.rows, config)
     if config.prefix_reuse is not PrefixReuse.OFF:
-        forest = chunk_segments(
-            forest, config.usable_tokens, config.deciding, rows=[weight * n for n in rows], max_cost=max_cost
-        )
+        forest = chunk_segments(forest, config.usable_tokens, config.deciding, rows=rows, max_cost=max_cost)
     if forest is not sharing.forest:
-        rows = segment_row_counts(forest, trajectories)
-    costs = config.deciding.segment_costs(forest, [weight * n for n in rows])
+        rows = _weighed_rows(forest, segment_row_counts(forest, trajectories), config)
+    costs = config.deciding.segment_costs(forest, rows)
     ranks = tuple(
         with_dummies(
             pack_microbatches(
@@ -346,6 +343,21 @@ def pack_plan(
         split_loss=sharing.split_loss,
         digest=_digest(config, forest, ranks, trajectories),
     )
+
+
+def _weighed_rows(forest: Forest, rows: Sequence[int], config: PlanConfig) -> list[float]:
+    """Rows with which the cost of a segment on the whole model is that on its costliest stage, in `pack_plan`'s unit.
+
+    That stage is the last, which has the whole head, or the largest where the last is smaller and rows are few.
+    """
+    layers = config.stage_layers or (1,) * (config.pipeline_size * config.num_chunks)
+    total, largest = sum(layers), max(layers)
+    missing = largest - layers[-1]
+    row = config.deciding.forward.row + config.deciding.backward.row
+    if not missing or not row:
+        return [total / largest * n for n in rows]
+    bodies = config.deciding.segment_costs(forest, [0] * len(rows))
+    return [max(0.0, total * n - missing * body / row) / largest for n, body in zip(rows, bodies, strict=True)]
 
 
 def _sharing_groups(forest: Forest, trajectories: Sequence[Trajectory]) -> set[str]:

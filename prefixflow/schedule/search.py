@@ -34,7 +34,8 @@ def plan_pipeline(trajectories: Sequence[Trajectory], config: PlanConfig, *, omi
     best = max_makespan(plan, trajectories)
     rows = segment_row_counts(plan.forest, trajectories)
     costs = [stage_costs(plan, rank, rows, config.deciding) for rank in range(len(plan.ranks))]
-    largest = max(c.num_stages * max(c.microbatch_costs(), default=0.0) for c in costs)
+    # In the unit of `pack_plan`.
+    largest = max(max(c.microbatch_costs(), default=0.0) * sum(c.layers) / max(c.layers) for c in costs)
     if not largest:
         return plan
     num_ranks = config.pipeline_size * config.data_parallel_size

@@ -12,7 +12,7 @@ from prefixflow.importer import ImportOptions, Mode, import_trajectories
 from prefixflow.importer.encoders import ByteEncoder
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.cost import CostModel
-from prefixflow.plan.plan import PlanConfig, PrefixReuse, build_plan
+from prefixflow.plan.plan import PlanConfig, PrefixReuse, build_plan, pack_plan, share_prefixes
 from prefixflow.plan.shapes import ModelShape
 from prefixflow.schedule.search import (
     max_bottleneck,
@@ -113,16 +113,36 @@ def test_recorded_stepwise_samples_win_nearly_as_much(traces: Path, model: str, 
     assert speedup >= 0.9 * bound
 
 
-@pytest.mark.parametrize("cost", [CostModel(1.0, 0.5, 1e-3), CostModel(1.0, 2.0)], ids=["attention", "head"])
-def test_costs_are_even_where_attention_and_the_head_differ(cost: CostModel) -> None:
-    """The late half of a prefix costs more a token than the first, and rows weigh on the last stage only."""
-    config = PlanConfig(4096, pipeline_size=4, cost=cost)
-    plan = plan_pipeline(LONG_GROUPS, config)
+def test_costs_are_even_where_attention_outweighs_the_rest() -> None:
+    """The late half of a prefix costs more a token than the first."""
+    cost = CostModel(1.0, 0.5, 1e-3)
+    plan = plan_pipeline(LONG_GROUPS, PlanConfig(4096, pipeline_size=4, cost=cost))
     plan.assert_invariants(LONG_GROUPS)
     costs = stage_costs(plan, 0, segment_row_counts(plan.forest, LONG_GROUPS), cost).microbatch_costs()
     assert max(costs) <= 1.1 * sum(costs) / len(costs)
     sizes = [m.num_tokens for m in plan.ranks[0]]
     assert max(sizes) > 2 * sum(sizes) / len(sizes)
+
+
+@pytest.mark.parametrize(
+    ("cost", "layers", "num_pieces"),
+    [(CostModel(1.0, 1.0), (), 2), (CostModel(7.0, 4.0), (2, 2, 2, 1), 4), (CostModel(7.0), (2, 2, 2, 1), 10)],
+    ids=["even stages", "a smaller last stage", "no head"],
+)
+def test_a_prefix_is_cut_to_cost_what_a_suffix_costs(cost: CostModel, layers: tuple[int, ...], num_pieces: int) -> None:
+    """1,000 positions without a row, then 100 with rows, eight times. Of a suffix on the last of four stages:
+
+    100 * 3 * (1/4 + 1) FLOPs of even layers, as many as 500 prefix positions on any; 100 * 3 * (7 * 1/7 + 4) of one layer
+    in seven, as many as 250 prefix positions on two; without a head as many as 100.
+    """
+    group = two_level_groups(1, 8, 1001, 100)
+    config = PlanConfig(4096, pipeline_size=4, cost=cost, stage_layers=layers)
+    sharing = share_prefixes(group, config)
+    suffix = 300 * (cost.linear + max(0.0, 4 * cost.head if not layers else (7 * cost.head - cost.linear) / 2))
+    plan = pack_plan(group, config, sharing, max_cost=suffix)
+    assert [m.num_tokens for m in plan.ranks[0]] == [1000 // num_pieces] * num_pieces + [100] * 8
+    costs = stage_costs(plan, 0, segment_row_counts(plan.forest, group), cost).microbatch_costs()
+    assert max(costs) == pytest.approx(min(costs))
 
 
 def test_a_batch_without_positions_is_planned() -> None:
