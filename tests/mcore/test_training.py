@@ -271,7 +271,7 @@ def test_distributed_optimizer_equals_the_plain_one(file: Path, worlds: Worlds) 
     line = arguments(file, "--clip-grad", "0.5", dtype="float32")
     plain, sharded, start = (
         [weights for weights, _ in worlds[2].run(run_steps, [*line, *more], num_steps)]
-        for more, num_steps in (((), 2), (("--use-distributed-optimizer",), 2), ((), 0))
+        for more, num_steps in (((), 2), (("--use-distributed-optimizer", "--overlap-grad-reduce"), 2), ((), 0))
     )
     for name, weight in plain[0].items():
         np.testing.assert_array_equal(weight, plain[1][name], err_msg=name)
