@@ -17,8 +17,8 @@ from prefixflow.html import PageText, PlannedStep, write_page
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.calibrate import Calibration, MeasuredOn, layout_key, shape_digest
 from prefixflow.plan.cost import CostModel, MeasuredCosts
-from prefixflow.plan.layout import ParallelLayout
-from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, MergeGroups, Plan, PlanConfig, PrefixReuse
+from prefixflow.plan.layout import ParallelLayout, layers_per_stage
+from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, MERGED_PREFIX_TOKENS, MergeGroups, Plan, PlanConfig, PrefixReuse
 from prefixflow.plan.shapes import ModelShape
 from prefixflow.schedule.memory import MemoryModel, Phase, peak_bytes
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
@@ -47,6 +47,7 @@ class PlanReport:
     trajectories: int
     groups: int
     microbatches: int
+    largest_microbatch_tokens: int
     dummy_microbatches: int
     microbatch_cost_spread: float
     lead: int
@@ -80,6 +81,7 @@ def report_plan(plan: Plan, trajectories: Sequence[Trajectory], memory: MemoryMo
         trajectories=len(trajectories),
         groups=len({t.group for t in trajectories}),
         microbatches=plan.num_microbatches,
+        largest_microbatch_tokens=max((m.num_physical_tokens for rank in plan.ranks for m in rank), default=0),
         dummy_microbatches=plan.num_dummy_microbatches,
         microbatch_cost_spread=max(_cost_spread(plan, rank, rows) for rank in range(len(tables))),
         lead=max(leads),
@@ -124,6 +126,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{short}", f"--{long}", dest=short, type=int, default=1, metavar="N")
     parser.add_argument("--vpp", type=int, default=1, metavar="N", help="model chunks per stage")
+    for end in ("first", "last"):
+        parser.add_argument(
+            f"--decoder-{end}-pipeline-num-layers", type=int, metavar="N", help=f"layers of the {end} pipeline rank"
+        )
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument(
         "--max-tokens",
@@ -139,7 +145,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--merge-groups",
         choices=[m.value for m in MergeGroups],
         default="off",
-        help="one tree for groups with a long common prefix, where the plan predicts a gain",
+        help=f"one tree for groups with a common prefix of at least {MERGED_PREFIX_TOKENS} tokens, where the plan predicts a "
+        "gain",
     )
     parser.add_argument(
         "--calibrate",
@@ -148,8 +155,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=list(ELEMENT_BYTES), default="bfloat16")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
-    parser.add_argument("--memory-budget-gib", type=float, metavar="X")
-    parser.add_argument("--capacity", action="store_true")
+    parser.add_argument("--memory-budget-gib", type=float, metavar="X", help="not built yet")
+    parser.add_argument("--capacity", action="store_true", help="not built yet")
     parser.add_argument("--html", metavar="OUT.html", help="draw forest, schedule, balance and memory on one page")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
@@ -201,10 +208,11 @@ def _check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
     for what, number, flag, parts in (
         ("attention heads", shape.num_attention_heads, "--tp", layout.tp),
         ("K/V groups", shape.num_query_groups, "--tp", layout.tp),
-        ("layers", shape.num_layers, "--pp times --vpp", layout.pp * layout.vpp),
     ):
         if number % parts:
-            raise ValueError(f"{shape.name} has {number} {what}, which {flag} {parts} does not divide evenly.")
+            raise ValueError(
+                f"{shape.name} has {number} {what}, which {flag} {parts} does not divide evenly; choose another {flag}."
+            )
 
 
 def _planned_step(options: argparse.Namespace) -> PlannedStep:
@@ -220,6 +228,13 @@ def _planned_step(options: argparse.Namespace) -> PlannedStep:
         merge_groups=MergeGroups(options.merge_groups),
         pipeline_size=layout.pp,
         num_chunks=layout.vpp,
+        stage_layers=layers_per_stage(
+            shape.num_layers,
+            pp=layout.pp,
+            vpp=layout.vpp,
+            first=options.decoder_first_pipeline_num_layers,
+            last=options.decoder_last_pipeline_num_layers,
+        ),
         cost=CostModel.of_shape(shape),
         measured=_measured_costs(options, shape),
     )
@@ -286,11 +301,12 @@ def _numbers(report: PlanReport, options: argparse.Namespace) -> dict[str, str]:
     loads = report.rank_loads
     mean = sum(loads) / len(loads) or 1.0
     return {
-        "trajectories": f"{report.trajectories} in {report.groups} groups",
+        "trajectories": f"{report.trajectories} in {report.groups} group{'s' if report.groups > 1 else ''}",
         "positions": f"{report.computed_tokens:,} computed of {report.logical_tokens:,} logical",
         "reuse ratio": f"{report.reuse_ratio:.2f}",
         "shared segments": f"{report.shared_segments}, trees {report.depth} deep",
-        "microbatches": f"{report.microbatches} of at most {options.max_tokens} tokens, lead {report.lead}",
+        "microbatches": f"{report.microbatches} of at most {report.largest_microbatch_tokens} tokens (budget {options.max_tokens}), "
+        f"lead {report.lead}",
         "microbatch cost": f"largest {report.microbatch_cost_spread:.2f} of the mean",
         "speedup": f"{report.predicted_speedup:.2f} predicted, bound {report.bound:.2f}",
         "pipeline": f"{report.pipeline_efficiency:.2f} of the ranks' time busy",

@@ -97,8 +97,13 @@ def describe(calibration: Calibration) -> str:
     """One line for the user."""
     token = calibration.costs.forward.token + calibration.costs.backward.token
     overhead = calibration.costs.sharing
+    warning = (
+        "; WARNING: the fit is poor, measure more different operations on a machine that does nothing else"
+        if calibration.is_poor
+        else ""
+    )
     return (
         f"calibration of {calibration.num_operations} operations: {1e6 * token:.3g} us a token, a shared segment costs "
         f"{overhead.segment_tokens:.1f} tokens and {overhead.merge_tokens:.3f} of each token that merges it; relative "
-        f"residuals {calibration.residual_forward:.3f} forward, {calibration.residual_backward:.3f} backward"
+        f"residuals {calibration.residual_forward:.3f} forward, {calibration.residual_backward:.3f} backward{warning}"
     )

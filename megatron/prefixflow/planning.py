@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from prefixflow.plan.plan import Plan, PlanConfig
+from prefixflow.runtime.failures import doing
 from prefixflow.runtime.loss import LossConfig, has_zero_weight
 from prefixflow.schedule.search import plan_pipeline
 from prefixflow.trajectories.types import Trajectory
@@ -37,7 +38,8 @@ def zero_weight(trajectories: Sequence[Trajectory], loss: LossConfig) -> frozens
 def agree(digest: str) -> None:
     """Raise on every rank when the ranks have different plans: an error now instead of a hang later."""
     digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
+    with doing("agreeing on the plan"):
+        dist.all_gather_object(digests, digest)
     if len(set(digests)) > 1:
         raise RuntimeError(
             f"The ranks built different plans (digests by rank: {digests}); they must read the same "

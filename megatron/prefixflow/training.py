@@ -72,6 +72,7 @@ from megatron.prefixflow.session import start_session
 from megatron.prefixflow.step import StepRunner, complete_logprobs, spread_logprobs
 from prefixflow.plan.calibrate import Measurement
 from prefixflow.plan.plan import Plan
+from prefixflow.runtime.failures import doing
 from prefixflow.runtime.objective import Objective
 from prefixflow.runtime.trace import OperationTrace, together, write_trace
 from prefixflow.trajectories.files import atomic_write
@@ -333,8 +334,9 @@ class Trainer(Scorer):
         self.optimizer.zero_grad()
         objective = self._forward_backward(work)
         num_computed_tokens = self.runner.num_computed_tokens
-        reduce_gradients(self.ddp)
-        norm = gradient_norm(self.ddp, self.groups)
+        with doing("reducing gradients"):
+            reduce_gradients(self.ddp)
+            norm = gradient_norm(self.ddp, self.groups)
         lr = self._learning_rate()
         self._update(norm)
         is_reused = self.job.args.updates_per_batch > 1
@@ -435,7 +437,8 @@ def train(job: Job, console: Console) -> None:
     with Progress(console=console, disable=not console.is_terminal or console.quiet) as progress:
         task = progress.add_task("training", total=args.train_iters)
         for _ in range(args.train_iters):
-            metrics = trainer.step()
+            with doing(f"running step {trainer.num_steps + 1}"):
+                metrics = trainer.step()
             for warning in trainer.warnings:
                 progress.console.print(warning)
             progress.console.print(metrics.summary(args.train_iters))

@@ -74,6 +74,10 @@ class Measurement:
         return self.work.body_cost(rates) + rates.row * self.work.rows + rates.operation
 
 
+POOR_RESIDUAL = 0.2
+"""Above this the fit says little: too few distinct operations, or a machine that was busy with something else."""
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """Measured costs with their origin.
@@ -102,6 +106,10 @@ class Calibration:
         costs = MeasuredCosts(forward, backward)
         return cls(costs, measured_on, date, len(measurements), residual_forward, residual_backward)
 
+    @property
+    def is_poor(self) -> bool:
+        return max(self.residual_forward, self.residual_backward) > POOR_RESIDUAL
+
     def costs_for(self, expected: MeasuredOn, path: str | Path) -> MeasuredCosts:
         """The costs, for a run as `expected`; `path` names the file in the error.
 
@@ -111,8 +119,8 @@ class Calibration:
         differing = [f"{name} {measured!r}, here {here!r}" for name, measured, here in pairs if measured != here]
         if differing:
             raise ValueError(
-                f"{path}: the calibration was measured with {'; '.join(differing)}. Name a file that does not exist, "
-                "to measure anew, or leave --calibrate out."
+                f"{path}: the calibration was measured with {'; '.join(differing)}. Ask for what was measured, or "
+                "measure anew (`prefixflow bench FILE --calibrate` with the name of a new file), or leave --calibrate out."
             )
         return self.costs
 
@@ -124,14 +132,20 @@ class Calibration:
     def load(cls, path: str | Path) -> Calibration:
         """Raises ValueError for a file that `save` did not write."""
         try:
-            values: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"--calibrate {path}: {error.strerror}. `prefixflow bench FILE --calibrate` writes one."
+            ) from None
+        try:
+            values: dict[str, Any] = json.loads(text)
             costs = MeasuredCosts(*(_rates(values["costs"][name]) for name in ("forward_s", "backward_s")))
             measured_on = MeasuredOn(**{name: str(value) for name, value in values["measured_on"].items()})
             found = cls(**{**values, "costs": costs, "measured_on": measured_on})
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
-                f"{path}: expected a calibration as `prefixflow bench --calibrate` writes it, got "
-                f"{type(error).__name__}: {error}. Measure anew into another file."
+                f"{path}: expected a calibration as `prefixflow bench --calibrate` writes it, got something else ({error}). "
+                "Measure anew into another file."
             ) from error
         return found
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 
+from prefixflow.runtime.failures import this_process
 from prefixflow.runtime.links import Links
 from prefixflow.schedule.ops import Kind, Op
 from prefixflow.schedule.table import OpTable, surroundings
@@ -53,7 +53,7 @@ def execute(
             _run(op, stages[op.stage], links, observe, keep_logits=follows_at_once)
         except Exception as error:
             error.add_note(
-                f"PrefixFlow: {_this_process()}in operation {op} (number {place} of {len(row)} of pipeline rank {rank}).\n"
+                f"PrefixFlow: {this_process()}in operation {op} (number {place} of {len(row)} of pipeline rank {rank}).\n"
                 f"{surroundings(table, rank, place)}"
             )
             raise
@@ -73,10 +73,6 @@ def _run(op: Op, stage: Stage, links: Links | None, observe: Observer, *, keep_l
     if links is not None and links.topology.target(op) is not None:
         assert result is not None
         links.send(op, result)
-
-
-def _this_process() -> str:
-    return f"rank {dist.get_rank()} of {dist.get_world_size()}, " if dist.is_initialized() else ""
 
 
 def _unobserved(op: Op) -> AbstractContextManager[None]:

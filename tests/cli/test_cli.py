@@ -17,7 +17,7 @@ from prefixflow.trajectories import write_trajectories
 PLAN_KEYS = {
     "logical_tokens", "computed_tokens", "reuse_ratio", "depth", "shared_segments", "trajectories", "groups",
     "microbatches", "dummy_microbatches", "lead", "predicted_speedup", "bound", "pipeline_efficiency", "rank_loads",
-    "peak_bytes", "digest", "split_loss_tokens", "microbatch_cost_spread",
+    "peak_bytes", "digest", "split_loss_tokens", "microbatch_cost_spread", "largest_microbatch_tokens",
 }  # fmt: skip
 BENCH_KEYS = {
     "prefix_ratio", "group_size", "dense_s", "reuse_s", "speedup", "bound", "fraction_of_bound", "peak_dense_bytes",
@@ -60,6 +60,11 @@ def test_plan_predicts_a_pipeline(file: Path, capsys: pytest.CaptureFixture[str]
     assert flat["pipeline_efficiency"] == 1.0
     assert 0.3 < piped["pipeline_efficiency"] < 1.0
     assert piped["microbatches"] > flat["microbatches"]
+    # Three of four layers on the last stage, which has the head too: it sets the pace.
+    uneven = plan_json(capsys, str(file), "--model", "tiny", "--pp", "2", "--decoder-first-pipeline-num-layers", "1")
+    even = plan_json(capsys, str(file), "--model", "tiny", "--pp", "2")
+    assert uneven["predicted_speedup"] < even["predicted_speedup"] * 1.05
+    assert uneven["pipeline_efficiency"] < 0.9 * even["pipeline_efficiency"]
 
 
 def test_plan_reports_how_even_microbatches_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +108,7 @@ def test_plan_refuses_by_name_what_is_not_built(
     [
         (["--tp", "3"], "8 attention heads"),
         (["--tp", "8"], "4 K/V groups"),
-        (["--pp", "3"], "4 layers"),
+        (["--pp", "3"], "--num-layers 4 does not divide evenly over 3 model chunks"),
         (["--memory-budget-gib", "1"], "memory plan"),
     ],
 )

@@ -216,3 +216,8 @@ def test_measured_costs_decide_where_segments_are_cut_and_trees_go() -> None:
     )
     assert (flops.trees, dear.trees) == (((0, 3), (1, 2)), ((0,), (1, 2, 3)))
     assert dear.rank_loads == pytest.approx((2 * (60 + 1800), 2 * 3 * (30 + 450)))
+
+
+def test_a_missing_file_is_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.json: No such file .*bench FILE --calibrate"):
+        Calibration.load(tmp_path / "none.json")
