@@ -2,5 +2,15 @@
 
 from prefixflow.forest.build import build_forest, may_share, merged_labels
 from prefixflow.forest.forest import Forest, Segment
+from prefixflow.forest.routes import RouteMismatch, RouteReport, resolve_routes
 
-__all__ = ["Forest", "Segment", "build_forest", "may_share", "merged_labels"]
+__all__ = [
+    "Forest",
+    "RouteMismatch",
+    "RouteReport",
+    "Segment",
+    "build_forest",
+    "may_share",
+    "merged_labels",
+    "resolve_routes",
+]

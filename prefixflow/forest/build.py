@@ -5,6 +5,9 @@ positions, is one less than in tokens, since a position is a (token, next token)
 different successors and so falls into each branch; (3) one pass with a stack turns sorted neighbours into a
 compressed trie; (4) children stand in order of first appearance. Linear in tokens but for the sort.
 
+With routing replay a position's routes belong to its symbol: where trajectories that share it by tokens have several, each
+distinct route gets a number, which joins the token as what is sorted and compared.
+
 Only trajectories of the same group *and* with equal tokens share: the group id decides the tree, unless groups with a
 long common start are merged (`merged_labels`).
 """
@@ -37,11 +40,13 @@ def build_forest(
     dense_trees: Collection[int] | None = (),
     omit: Collection[int] = (),
     labels: Sequence[str] | None = None,
+    routes: Sequence[np.ndarray] | None = None,
 ) -> Forest:
     """The forest of `trajectories`; tree i is the i-th group in order of first appearance.
 
     `labels[i]` stands for the group of trajectory i where groups are merged (`merged_labels`). In `dense_trees` (None: in all) every trajectory has its own root: the dense problem, run by the same code.
-    `omit` are indices of trajectories that are counted but not run.
+    `omit` are indices of trajectories that are counted but not run. `routes[i]`, [positions, moe layers, top-k]: a position
+    is shared only where they agree too, whatever the order of the top-k.
     """
     lengths = tuple(len(t.tokens) - 1 for t in trajectories)
     omitted = frozenset(omit) | {i for i, length in enumerate(lengths) if length < 1}
@@ -52,7 +57,11 @@ def build_forest(
     for tree, indices in enumerate(groups.values()):
         run = [i for i in indices if i not in omitted]
         if dense_trees is not None and tree not in dense_trees:
-            _emit(_trie({i: trajectories[i].tokens for i in run}), tree, rows)
+            symbols = {i: trajectories[i].tokens for i in run}
+            nodes = _trie(symbols)
+            if routes is not None and _distinguish(nodes, symbols, routes):
+                nodes = _trie(symbols)
+            _emit(nodes, tree, rows)
         else:
             rows.extend((None, tree, Range(0, lengths[i]), (i,)) for i in run)
     return Forest(renumber(rows), len(groups), lengths, omitted)
@@ -94,10 +103,55 @@ def may_share(trajectories: Sequence[Trajectory], *, omit: Collection[int] = ())
 
 def common_positions(left: np.ndarray, right: np.ndarray) -> int:
     """Number of leading (token, next token) pairs on which two token arrays agree."""
+    return max(0, common_tokens(left, right) - 1)
+
+
+def common_tokens(left: np.ndarray, right: np.ndarray) -> int:
+    """Number of leading tokens on which two arrays agree."""
     length = min(len(left), len(right))
     differing = left[:length] != right[:length]
-    first = int(differing.argmax()) if differing.any() else length
-    return max(0, first - 1)
+    return int(differing.argmax()) if differing.any() else length
+
+
+def _distinguish(nodes: Sequence[_Node], symbols: dict[int, np.ndarray], routes: Sequence[np.ndarray]) -> bool:
+    """Number the distinct routes in the symbols of shared positions; whether any position has several."""
+    vocabulary = 1 + max((int(tokens.max()) for tokens in symbols.values()), default=0)
+    found = False
+    stack = [(node, 0) for node in nodes]
+    while stack:
+        node, start = stack.pop()
+        stack.extend((child, node.stop) for child in node.children)
+        number = first_equal([routes[m][start : node.stop] for m in node.members])
+        for member, numbers in zip(node.members, number, strict=True):
+            if numbers.any():
+                found = True
+                symbols[member] = symbols[member].copy()
+                # Position t is the pair of tokens t and t + 1, so its routes can stand in symbol t + 1.
+                symbols[member][start + 1 : node.stop + 1] += vocabulary * numbers
+    return found
+
+
+def first_equal(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """For each of k arrays [T, layers, top-k] and each t the first array with the same experts there: int64 [k, T]."""
+    num_positions = len(rows[0])
+    first = np.full((len(rows), num_positions), -1)
+    for j, own in enumerate(rows):
+        places = np.flatnonzero(first[j] < 0)
+        if not len(places):
+            continue
+        first[j, places] = j
+        for i in range(j + 1, len(rows)):
+            open_places = places[first[i, places] < 0]
+            first[i, open_places[_agree(own[open_places], rows[i][open_places])]] = j
+    return first
+
+
+def _agree(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Positions with the same experts in every layer: bool [T]. Only rows that differ as they stand are sorted."""
+    agree = (left == right).all(axis=(1, 2))
+    differing = np.flatnonzero(~agree)
+    agree[differing] = (np.sort(left[differing]) == np.sort(right[differing])).all(axis=(1, 2))
+    return agree
 
 
 def _trie(tokens: dict[int, np.ndarray]) -> list[_Node]:

@@ -50,6 +50,13 @@ class ParallelLayout:
         return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     @property
+    def expert_block(self) -> int:
+        """Consecutive data-parallel ranks that exchange tokens: neighbours in the order tp, cp, dp that one chain of
+        tp * cp and ep * etp groups joins."""
+        model_ranks = self.tp * self.cp
+        return math.lcm(self.ep * self.etp, model_ranks) // model_ranks
+
+    @property
     def token_multiple(self) -> int:
         """What the physical length of a microbatch is padded to a multiple of."""
         return self.tp * (2 * self.cp if self.cp > 1 else 1)

@@ -26,7 +26,7 @@ import bisect
 import heapq
 import math
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prefixflow.forest.forest import Forest, Segment
 from prefixflow.plan.slices import CachedSlice, LocalSlice
@@ -122,8 +122,8 @@ def pack_microbatches(
     return _finish(forest, top, multiple)
 
 
-def with_dummies(microbatches: Sequence[Microbatch], count_multiple: int, *, num_tokens: int) -> tuple[Microbatch, ...]:
-    """`microbatches` and as many dummies of `num_tokens` padding at the end as make a multiple of `count_multiple`."""
+def with_dummies(microbatches: Sequence[Microbatch], count: int, *, num_tokens: int) -> tuple[Microbatch, ...]:
+    """`microbatches` and, at the end, dummies of `num_tokens` padding that make them `count`."""
     padding = Range(0, num_tokens)
     dummies = tuple(
         Microbatch(
@@ -137,9 +137,18 @@ def with_dummies(microbatches: Sequence[Microbatch], count_multiple: int, *, num
             local=(LocalSlice(padding, padding, causal=True),),
             cached=(),
         )
-        for index in range(len(microbatches), -(-len(microbatches) // count_multiple) * count_multiple)
+        for index in range(len(microbatches), count)
     )
     return (*microbatches, *dummies)
+
+
+def padded(microbatch: Microbatch, num_tokens: int) -> Microbatch:
+    """`microbatch` with more padding, up to `num_tokens` physical tokens."""
+    padding = Range(microbatch.num_tokens, num_tokens)
+    own = tuple(piece for piece in microbatch.local if piece.queries.start < microbatch.num_tokens)
+    if not len(padding):
+        return microbatch
+    return replace(microbatch, num_physical_tokens=num_tokens, local=(*own, LocalSlice(padding, padding, causal=True)))
 
 
 class _Tree:

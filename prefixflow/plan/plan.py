@@ -18,17 +18,25 @@ import enum
 import hashlib
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from prefixflow.forest import Forest, build_forest, may_share, merged_labels
+from prefixflow.forest import (
+    Forest,
+    RouteMismatch,
+    RouteReport,
+    build_forest,
+    may_share,
+    merged_labels,
+    resolve_routes,
+)
 from prefixflow.plan import microbatch as packing
 from prefixflow.plan.batch import MicrobatchArrays, microbatch_arrays, segment_row_counts
 from prefixflow.plan.chunk import chunk_segments
 from prefixflow.plan.cost import CostModel, Costs, MeasuredCosts
 from prefixflow.plan.fold import fold_small_segments
-from prefixflow.plan.microbatch import Microbatch, pack_microbatches, with_dummies
+from prefixflow.plan.microbatch import Microbatch, pack_microbatches, padded, with_dummies
 from prefixflow.plan.placement import place_forest, place_trees
 from prefixflow.trajectories.types import Trajectory, check_trajectories
 
@@ -63,6 +71,10 @@ class PlanConfig:
     (interleaved stages), dummies fill the number of microbatches to a multiple of pipeline_size. stage_layers: layers of
     each global stage (`layers_per_stage`), empty where all have the same number. `cost` are FLOPs, which give the bound;
     `measured` costs, where there are any, decide in their place.
+
+    expert_block: so many consecutive data-parallel ranks exchange tokens (`ParallelLayout.expert_block`); they get equal
+    numbers of microbatches. equal_tokens: and of equal physical tokens, as the allgather dispatcher needs.
+    route_mismatch: replay the trajectories' routes under this policy; None ignores them.
     """
 
     max_tokens_per_microbatch: int = DEFAULT_MAX_TOKENS
@@ -71,21 +83,34 @@ class PlanConfig:
     pipeline_size: int = 1
     num_chunks: int = 1
     stage_layers: tuple[int, ...] = ()
+    expert_block: int = 1
+    equal_tokens: bool = False
+    route_mismatch: RouteMismatch | None = None
     prefix_reuse: PrefixReuse = PrefixReuse.ON
     merge_groups: MergeGroups = MergeGroups.OFF
     cost: CostModel = field(default_factory=CostModel)
     measured: MeasuredCosts | None = None
 
     def __post_init__(self) -> None:
-        for name in ("data_parallel_size", "token_multiple", "pipeline_size", "num_chunks"):
+        for name in ("data_parallel_size", "token_multiple", "pipeline_size", "num_chunks", "expert_block"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Plan: {name} is {getattr(self, name)}, expected at least 1.")
+        if self.data_parallel_size % self.expert_block:
+            raise ValueError(
+                f"Plan: {self.data_parallel_size} data-parallel ranks do not divide into blocks of {self.expert_block} that "
+                "exchange tokens; change the expert-parallel size or the number of processes."
+            )
         if self.max_tokens_per_microbatch < self.token_multiple:
             raise ValueError(
                 f"The token budget is {self.max_tokens_per_microbatch}, but a microbatch needs at least "
                 f"{self.token_multiple} (one token per rank that shares it); raise "
                 "--max-tokens-per-microbatch."
             )
+
+    def block_of(self, data_rank: int) -> range:
+        """The data-parallel ranks that exchange tokens with `data_rank`, itself included."""
+        start = data_rank - data_rank % self.expert_block
+        return range(start, start + self.expert_block)
 
     @property
     def deciding(self) -> Costs:
@@ -105,6 +130,8 @@ class Plan:
     rank_loads: predicted cost of each rank; baseline_rank_load: of the most loaded one without reuse. They are in the unit
     of the deciding costs. reuse_flops: of the forest before splits. split_loss_tokens, split_loss: positions, and their
     predicted cost, that are computed again because a tree was split over ranks.
+    routes: of each trajectory, as it is run, int [positions, moe layers, top-k], with -1 for native routing; route_report: how
+    they came about. Both None without replay.
     """
 
     config: PlanConfig
@@ -119,6 +146,8 @@ class Plan:
     split_loss_tokens: int
     split_loss: float
     digest: str
+    routes: tuple[np.ndarray, ...] | None = field(default=None, compare=False, repr=False)
+    route_report: RouteReport | None = None
 
     @property
     def bound(self) -> float:
@@ -156,7 +185,8 @@ class Plan:
             with_segments = {s.tree for s in self.forest.segments}
             assert packed == set(trees) & with_segments, "a rank packs other trees than its own"
             for m in rank:
-                scores.add(m.id, microbatch_arrays(self.forest, m, trajectories))
+                arrays = microbatch_arrays(self.forest, m, trajectories, self.routes)
+                scores.add(m.id, arrays)
         scores.assert_once(self.forest.omitted)
 
 
@@ -207,6 +237,8 @@ class Sharing:
     num_fallback_groups: int
     split_loss_tokens: int
     split_loss: float
+    routes: tuple[np.ndarray, ...] | None = field(default=None, compare=False, repr=False)
+    route_report: RouteReport | None = None
 
 
 def build_plan(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: Collection[int] = ()) -> Plan:
@@ -221,17 +253,30 @@ def build_plan(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: 
 def share_prefixes(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: Collection[int] = ()) -> Sharing:
     """The forest of `trajectories` under the configuration's `prefix_reuse`, on its ranks; errors as `build_plan`."""
     check_trajectories(trajectories)
+    if config.route_mismatch is None:
+        return _share_prefixes(trajectories, config, omit, None)
+    routes, report = resolve_routes(trajectories, config.route_mismatch)
+    sharing = _share_prefixes(trajectories, config, omit, routes)
+    return replace(sharing, routes=routes, route_report=report)
+
+
+def _share_prefixes(
+    trajectories: Sequence[Trajectory],
+    config: PlanConfig,
+    omit: Collection[int],
+    routes: Sequence[np.ndarray] | None,
+) -> Sharing:
     dense = build_forest(trajectories, dense_trees=None, omit=omit)
     if config.prefix_reuse is PrefixReuse.OFF:
         _refuse_long(dense, trajectories, config)
         return _placed(dense, dense, 0, trajectories, config)
-    own = _shared(trajectories, config, dense, omit, None)
+    own = _shared(trajectories, config, dense, omit, routes, None)
     if config.merge_groups is MergeGroups.OFF:
         return own
     labels = merged_labels(trajectories, MERGED_PREFIX_TOKENS, omit=omit)
     if labels is None:
         return own
-    merged = _shared(trajectories, config, dense, omit, labels)
+    merged = _shared(trajectories, config, dense, omit, routes, labels)
     return merged if max(merged.rank_loads) <= MERGE_GAIN * max(own.rank_loads) else own
 
 
@@ -240,11 +285,12 @@ def _shared(
     config: PlanConfig,
     dense: Forest,
     omit: Collection[int],
+    routes: Sequence[np.ndarray] | None,
     labels: Sequence[str] | None,
 ) -> Sharing:
     """Prefixes shared within groups, or within the labels that merge them."""
     is_worth_a_trie = labels is not None or may_share(trajectories, omit=omit)
-    forest = build_forest(trajectories, omit=omit, labels=labels) if is_worth_a_trie else dense
+    forest = build_forest(trajectories, omit=omit, labels=labels, routes=routes) if is_worth_a_trie else dense
     if config.prefix_reuse is PrefixReuse.ON or forest is dense:
         return _placed(forest, dense, 0, trajectories, config)
     folded = fold_small_segments(forest, config.deciding.sharing)
@@ -314,34 +360,34 @@ def pack_plan(
     if forest is not sharing.forest:
         rows = _weighed_rows(forest, segment_row_counts(forest, trajectories), config)
     costs = config.deciding.segment_costs(forest, rows)
-    ranks = tuple(
-        with_dummies(
-            pack_microbatches(
-                forest,
-                t,
-                max_tokens=config.usable_tokens,
-                multiple=config.token_multiple,
-                costs=costs,
-                max_cost=max_cost,
-            ),
-            config.pipeline_size if config.num_chunks > 1 else 1,
-            num_tokens=config.token_multiple,
+    packed = [
+        pack_microbatches(
+            forest,
+            t,
+            max_tokens=config.usable_tokens,
+            multiple=config.token_multiple,
+            costs=costs,
+            max_cost=max_cost,
         )
         for t in sharing.trees
-    )
+    ]
+    order = _block_order([len(microbatches) for microbatches in packed], config.expert_block)
+    ranks = _filled([packed[rank] for rank in order], config)
     return Plan(
         config=config,
         forest=forest,
-        trees=sharing.trees,
+        trees=tuple(sharing.trees[rank] for rank in order),
         ranks=ranks,
-        rank_loads=sharing.rank_loads,
+        rank_loads=tuple(sharing.rank_loads[rank] for rank in order),
         baseline_rank_load=sharing.baseline_rank_load,
         baseline_flops=sharing.baseline_flops,
         reuse_flops=sharing.reuse_flops,
         num_fallback_groups=sharing.num_fallback_groups,
         split_loss_tokens=sharing.split_loss_tokens,
         split_loss=sharing.split_loss,
-        digest=_digest(config, forest, ranks, trajectories),
+        digest=_digest(config, forest, ranks, trajectories, sharing.routes),
+        routes=sharing.routes,
+        route_report=sharing.route_report,
     )
 
 
@@ -358,6 +404,28 @@ def _weighed_rows(forest: Forest, rows: Sequence[int], config: PlanConfig) -> li
         return [total / largest * n for n in rows]
     bodies = config.deciding.segment_costs(forest, [0] * len(rows))
     return [max(0.0, total * n - missing * body / row) / largest for n, body in zip(rows, bodies, strict=True)]
+
+
+def _block_order(counts: Sequence[int], block: int) -> list[int]:
+    """Ranks in the order that puts those of most alike numbers of microbatches into one block: fewest dummies."""
+    return (
+        sorted(range(len(counts)), key=lambda r: (-counts[r], r)) if 1 < block < len(counts) else [*range(len(counts))]
+    )
+
+
+def _filled(packed: Sequence[Sequence[Microbatch]], config: PlanConfig) -> tuple[tuple[Microbatch, ...], ...]:
+    """Fill every block of ranks with dummies, to equal numbers and with interleaved stages to whole rounds."""
+    multiple = config.pipeline_size if config.num_chunks > 1 else 1
+    ranks: list[tuple[Microbatch, ...]] = []
+    for start in range(0, len(packed), config.expert_block):
+        block = packed[start : start + config.expert_block]
+        count = -(-max(map(len, block)) // multiple) * multiple
+        filled = [with_dummies(microbatches, count, num_tokens=config.token_multiple) for microbatches in block]
+        if config.equal_tokens:
+            num_tokens = max((m.num_physical_tokens for rank in filled for m in rank), default=0)
+            filled = [tuple(padded(m, num_tokens) for m in rank) for rank in filled]
+        ranks.extend(filled)
+    return tuple(ranks)
 
 
 def _sharing_groups(forest: Forest, trajectories: Sequence[Trajectory]) -> set[str]:
@@ -380,8 +448,9 @@ def _digest(
     forest: Forest,
     ranks: tuple[tuple[Microbatch, ...], ...],
     trajectories: Sequence[Trajectory],
+    routes: Sequence[np.ndarray] | None,
 ) -> str:
-    """Hash of all that the ranks must agree on, tokens and loss masks too; compared before the first collective.
+    """Hash of all that the ranks must agree on, tokens, loss masks and replayed routes too; compared before the first collective.
 
     Spans and slices of a microbatch follow from its segments.
     """
@@ -393,4 +462,6 @@ def _digest(
         digest.update(trajectory.tokens.astype(np.int32).data)
         digest.update(np.ascontiguousarray(trajectory.loss_mask).data)
         digest.update(repr(trajectory.temperature).encode())
+    for array in routes or ():
+        digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()[:16]

@@ -15,7 +15,7 @@ from prefixflow.plan.cost import Costs
 from prefixflow.plan.plan import Plan, PlanConfig, pack_plan, share_prefixes
 from prefixflow.schedule.predict import StageCosts
 from prefixflow.schedule.simulate import Timeline
-from prefixflow.schedule.table import OpTable, build_forward_table, build_table
+from prefixflow.schedule.table import OpTable, build_forward_table, build_table, virtual_need
 from prefixflow.trajectories.types import Trajectory
 
 COST_DIVISORS = tuple(1.3**step for step in range(1, 17))
@@ -63,10 +63,28 @@ def predicted_timeline(plan: Plan, data_rank: int, rows: Sequence[int]) -> Timel
 
 
 def rank_table(plan: Plan, data_rank: int, *, training: bool = True) -> OpTable:
-    """The operations of one data-parallel rank's pipeline, one row per pipeline rank."""
-    build = build_table if training else build_forward_table
+    """The operations of one data-parallel rank's pipeline, one row per pipeline rank.
+
+    Ranks of one expert block have the same signature (`prefixflow.schedule.table.signature`).
+    """
+    sizes = {"num_ranks": plan.config.pipeline_size, "num_chunks": plan.config.num_chunks}
     reads = [m.reads for m in plan.ranks[data_rank]]
-    return build(reads, num_ranks=plan.config.pipeline_size, num_chunks=plan.config.num_chunks)
+    if not training:
+        return build_forward_table(reads, **sizes)
+    return build_table(reads, need=block_need(plan, data_rank), **sizes)
+
+
+def block_need(plan: Plan, data_rank: int) -> tuple[int, ...]:
+    """`virtual_need`, the largest over the ranks that exchange tokens with `data_rank`, itself included."""
+    needs = [
+        virtual_need(
+            [m.reads for m in plan.ranks[rank]],
+            num_ranks=plan.config.pipeline_size,
+            num_chunks=plan.config.num_chunks,
+        )
+        for rank in plan.config.block_of(data_rank)
+    ]
+    return tuple(map(max, zip(*needs, strict=True)))
 
 
 def max_makespan(plan: Plan, trajectories: Sequence[Trajectory]) -> float:

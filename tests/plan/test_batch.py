@@ -136,8 +136,8 @@ def test_plan_invariants_see_the_mutant(mutate, reason: str, monkeypatch: pytest
     plan = build_plan(BATCH, PlanConfig(max_tokens_per_microbatch=4))
     plan.assert_invariants(BATCH)
 
-    def broken(forest, m: Microbatch, trajectories) -> MicrobatchArrays:
-        arrays = microbatch_arrays(forest, m, trajectories)
+    def broken(forest, m: Microbatch, trajectories, routes) -> MicrobatchArrays:
+        arrays = microbatch_arrays(forest, m, trajectories, routes)
         fields = {name: getattr(arrays, name) for name in arrays.__slots__}
         return MicrobatchArrays(**{**fields, **mutate(arrays)})
 
