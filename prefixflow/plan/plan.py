@@ -10,6 +10,8 @@ Invariants (`Plan.assert_invariants`)
 2. Every trained token of every trajectory that is run is scored exactly once, at its own position, with its own
    label and temperature.
 3. Microbatches keep their own invariants (`prefixflow.plan.microbatch`).
+4. Ranks of one expert block have equal numbers of microbatches, of equal physical tokens where that is asked for.
+5. Every trajectory is run with its own routes, wherever routes are replayed.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -45,6 +48,9 @@ MERGED_PREFIX_TOKENS = 64
 """Tokens on which groups must agree to be considered for one tree."""
 MERGE_GAIN = 0.99
 """Load of the most loaded rank with merged groups over that without, at which merging is taken."""
+
+SPREAD_SLACKS = (1.0, 1.1, 1.25, 1.5)
+"""Largest cost of a microbatch over the mean, tried in turn, when a rank's work is spread over its block's number."""
 
 
 class PrefixReuse(enum.Enum):
@@ -173,6 +179,11 @@ class Plan:
         self.forest.assert_invariants()
         placed = sorted(tree for trees in self.trees for tree in trees)
         assert placed == list(range(self.forest.num_trees)), "a tree is lost or doubled"
+        for start in range(0, len(self.ranks), self.config.expert_block):
+            block = [self.ranks[rank] for rank in self.config.block_of(start)]
+            assert len(set(map(len, block))) == 1, "ranks of an expert block have different numbers of microbatches"
+            if self.config.equal_tokens:
+                assert len({m.num_physical_tokens for rank in block for m in rank}) <= 1, "unequal physical tokens"
         scores = _Scores(trajectories)
         for trees, rank in zip(self.trees, self.ranks, strict=True):
             packing.assert_invariants(
@@ -187,7 +198,20 @@ class Plan:
             for m in rank:
                 arrays = microbatch_arrays(self.forest, m, trajectories, self.routes)
                 scores.add(m.id, arrays)
+                self._assert_routes(m, arrays)
         scores.assert_once(self.forest.omitted)
+
+    def _assert_routes(self, m: Microbatch, arrays: MicrobatchArrays) -> None:
+        if self.routes is None or arrays.routes is None:
+            assert arrays.routes is self.routes, f"microbatch {m.id}: routes"
+            return
+        replayed = np.sort(arrays.routes)
+        for s, span in zip(m.segments, m.spans, strict=True):
+            segment = self.forest.segments[s]
+            for member in segment.members:
+                own = np.sort(self.routes[member][segment.span.slice])
+                assert (replayed[span.slice] == own).all(), f"microbatch {m.id}: trajectory {member} has other routes"
+        assert (replayed[m.num_tokens :] == -1).all(), f"microbatch {m.id}: padding has routes"
 
 
 class _Scores:
@@ -360,19 +384,21 @@ def pack_plan(
     if forest is not sharing.forest:
         rows = _weighed_rows(forest, segment_row_counts(forest, trajectories), config)
     costs = config.deciding.segment_costs(forest, rows)
-    packed = [
-        pack_microbatches(
-            forest,
-            t,
-            max_tokens=config.usable_tokens,
-            multiple=config.token_multiple,
-            costs=costs,
-            max_cost=max_cost,
-        )
-        for t in sharing.trees
-    ]
+    pack = partial(
+        pack_microbatches, forest, max_tokens=config.usable_tokens, multiple=config.token_multiple, costs=costs
+    )
+    packed = [pack(trees, max_cost=max_cost) for trees in sharing.trees]
     order = _block_order([len(microbatches) for microbatches in packed], config.expert_block)
-    ranks = _filled([packed[rank] for rank in order], config)
+    spread = [
+        _spread_over(
+            packed[rank],
+            max(len(packed[order[p]]) for p in config.block_of(place)),
+            costs,
+            partial(pack, sharing.trees[rank]),
+        )
+        for place, rank in enumerate(order)
+    ]
+    ranks = _filled(spread, config)
     return Plan(
         config=config,
         forest=forest,
@@ -411,6 +437,23 @@ def _block_order(counts: Sequence[int], block: int) -> list[int]:
     return (
         sorted(range(len(counts)), key=lambda r: (-counts[r], r)) if 1 < block < len(counts) else [*range(len(counts))]
     )
+
+
+def _spread_over(
+    packed: tuple[Microbatch, ...],
+    count: int,
+    costs: Sequence[float],
+    pack: Callable[..., tuple[Microbatch, ...]],
+) -> tuple[Microbatch, ...]:
+    """The same segments in more and smaller microbatches, up to `count`, in place of dummies.
+
+    Ranks that exchange tokens run in step, so many even microbatches also wait less than few large ones.
+    """
+    if not 0 < len(packed) < count:
+        return packed
+    total = sum(costs[s] for m in packed for s in m.segments)
+    candidates = (pack(max_cost=slack * total / count) for slack in SPREAD_SLACKS)
+    return next((c for c in candidates if len(packed) < len(c) <= count), packed)
 
 
 def _filled(packed: Sequence[Sequence[Microbatch]], config: PlanConfig) -> tuple[tuple[Microbatch, ...], ...]:

@@ -8,6 +8,7 @@ alone counts.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 
 from prefixflow.plan.batch import segment_row_counts
@@ -15,7 +16,7 @@ from prefixflow.plan.cost import Costs
 from prefixflow.plan.plan import Plan, PlanConfig, pack_plan, share_prefixes
 from prefixflow.schedule.predict import StageCosts
 from prefixflow.schedule.simulate import Timeline
-from prefixflow.schedule.table import OpTable, build_forward_table, build_table, virtual_need
+from prefixflow.schedule.table import OpTable, build_forward_table, build_table, signature_digest, virtual_need
 from prefixflow.trajectories.types import Trajectory
 
 COST_DIVISORS = tuple(1.3**step for step in range(1, 17))
@@ -67,24 +68,35 @@ def rank_table(plan: Plan, data_rank: int, *, training: bool = True) -> OpTable:
 
     Ranks of one expert block have the same signature (`prefixflow.schedule.table.signature`).
     """
-    sizes = {"num_ranks": plan.config.pipeline_size, "num_chunks": plan.config.num_chunks}
-    reads = [m.reads for m in plan.ranks[data_rank]]
     if not training:
-        return build_forward_table(reads, **sizes)
-    return build_table(reads, need=block_need(plan, data_rank), **sizes)
+        return build_forward_table(_reads(plan, data_rank), **_sizes(plan))
+    return build_table(_reads(plan, data_rank), need=block_need(plan, data_rank), **_sizes(plan))
 
 
 def block_need(plan: Plan, data_rank: int) -> tuple[int, ...]:
     """`virtual_need`, the largest over the ranks that exchange tokens with `data_rank`, itself included."""
-    needs = [
-        virtual_need(
-            [m.reads for m in plan.ranks[rank]],
-            num_ranks=plan.config.pipeline_size,
-            num_chunks=plan.config.num_chunks,
-        )
-        for rank in plan.config.block_of(data_rank)
-    ]
+    needs = [virtual_need(_reads(plan, rank), **_sizes(plan)) for rank in plan.config.block_of(data_rank)]
     return tuple(map(max, zip(*needs, strict=True)))
+
+
+def signatures_digest(plan: Plan) -> str:
+    """Hash of what every rank runs, to be agreed on before the step; ranks that exchange tokens have the same signature."""
+    digests: list[str] = []
+    for first in range(0, len(plan.ranks), plan.config.expert_block):
+        need = block_need(plan, first)
+        tables = [build_table(_reads(plan, rank), need=need, **_sizes(plan)) for rank in plan.config.block_of(first)]
+        block = {signature_digest(table) for table in tables}
+        assert len(block) == 1, f"data-parallel ranks {plan.config.block_of(first)} have different signatures"
+        digests += block
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
+
+
+def _reads(plan: Plan, data_rank: int) -> list[tuple[int, ...]]:
+    return [m.reads for m in plan.ranks[data_rank]]
+
+
+def _sizes(plan: Plan) -> dict[str, int]:
+    return {"num_ranks": plan.config.pipeline_size, "num_chunks": plan.config.num_chunks}
 
 
 def max_makespan(plan: Plan, trajectories: Sequence[Trajectory]) -> float:

@@ -74,7 +74,8 @@ def build_table(
 ) -> OpTable:
     """Training table of `num_ranks` pipeline ranks with `num_chunks` model chunks each.
 
-    need: forwards that must have run before each virtual backward, in place of this graph's own (`virtual_need`); it must not be smaller.
+    need: forwards that must have run before each virtual backward, in place of this graph's own (`virtual_need`), than
+        which it must not be smaller.
     Default policy: lazy for one rank, else windowed over the next 3p/4 backwards, 3pv with v > 1 chunks. Raises ValueError when several chunks
     are asked for and the number of microbatches is not a multiple of `num_ranks`.
     """
