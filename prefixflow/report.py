@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from prefixflow.forest import RouteMismatch
 from prefixflow.html import PageText, PlannedStep, write_page
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.calibrate import Calibration, MeasuredOn, layout_key, shape_digest
@@ -23,13 +24,11 @@ from prefixflow.plan.shapes import ModelShape
 from prefixflow.schedule.memory import MemoryModel, Phase, peak_bytes
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
 from prefixflow.schedule.search import max_makespan, plan_pipeline, predicted_timeline, rank_table, stage_costs
-from prefixflow.trajectories import Trajectory, read_trajectories, trajectory_files
+from prefixflow.trajectories import Trajectory, read_trajectories, routes_path, trajectory_files
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 NOT_BUILT_YET = {
     "cp": "context parallelism",
-    "ep": "mixture of experts",
-    "etp": "mixture of experts",
     "memory_budget_gib": "the memory plan",
     "capacity": "the memory plan",
 }
@@ -49,6 +48,7 @@ class PlanReport:
     microbatches: int
     largest_microbatch_tokens: int
     dummy_microbatches: int
+    route_mismatch: float | None
     microbatch_cost_spread: float
     lead: int
     predicted_speedup: float
@@ -83,6 +83,7 @@ def report_plan(plan: Plan, trajectories: Sequence[Trajectory], memory: MemoryMo
         microbatches=plan.num_microbatches,
         largest_microbatch_tokens=max((m.num_physical_tokens for rank in plan.ranks for m in rank), default=0),
         dummy_microbatches=plan.num_dummy_microbatches,
+        route_mismatch=None if plan.route_report is None else plan.route_report.rate,
         microbatch_cost_spread=max(_cost_spread(plan, rank, rows) for rank in range(len(tables))),
         lead=max(leads),
         predicted_speedup=_dense_makespan(plan, trajectories) / slowest.makespan if slowest.makespan else 1.0,
@@ -108,6 +109,7 @@ def _dense_makespan(plan: Plan, trajectories: Sequence[Trajectory]) -> float:
     config = replace(
         plan.config,
         prefix_reuse=PrefixReuse.OFF,
+        route_mismatch=None,
         max_tokens_per_microbatch=max(plan.config.max_tokens_per_microbatch, longest + plan.config.token_multiple),
     )
     return max_makespan(plan_pipeline(trajectories, config, omit=plan.forest.omitted), trajectories)
@@ -153,6 +155,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="plan by the measured costs in F, which `prefixflow bench --calibrate F` writes",
     )
+    parser.add_argument(
+        "--route-mismatch",
+        choices=[m.value for m in RouteMismatch],
+        default="exact",
+        help="conflicting routes of a shared prefix, where the file's routes lie beside it",
+    )
     parser.add_argument("--dtype", choices=list(ELEMENT_BYTES), default="bfloat16")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--memory-budget-gib", type=float, metavar="X", help="not built yet")
@@ -184,7 +192,7 @@ def _refuse_unbuilt(options: argparse.Namespace) -> None:
     for name, part in NOT_BUILT_YET.items():
         value = getattr(options, name)
         # Sizes of one are the default; of the other flags every value asks for the missing part.
-        is_size = name in ("cp", "ep", "etp")
+        is_size = name == "cp"
         if value not in (None, False) and not (is_size and value == 1):
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} is not built yet: it belongs to {part}. Way out: leave it out.")
@@ -208,6 +216,7 @@ def _check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
     for what, number, flag, parts in (
         ("attention heads", shape.num_attention_heads, "--tp", layout.tp),
         ("K/V groups", shape.num_query_groups, "--tp", layout.tp),
+        ("experts", shape.num_experts, "--ep", layout.ep),
     ):
         if number % parts:
             raise ValueError(
@@ -217,9 +226,22 @@ def _check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
 
 def _planned_step(options: argparse.Namespace) -> PlannedStep:
     shape = ModelShape.load(options.model)
-    layout = ParallelLayout(tp=options.tp, pp=options.pp, vpp=options.vpp, dp=options.dp)
+    if not shape.is_moe and options.ep * options.etp > 1:
+        raise ValueError(
+            f"{shape.name} has no experts for --ep {options.ep} --etp {options.etp}; name another --model."
+        )
+    layout = ParallelLayout(
+        tp=options.tp, pp=options.pp, vpp=options.vpp, ep=options.ep, etp=options.etp, dp=options.dp
+    )
     _check_layout(shape, layout)
-    trajectories = read_trajectories(options.file, vocab_size=shape.vocab_size, max_positions=shape.max_positions)
+    replays = shape.is_moe and any(routes_path(file).is_file() for file in trajectory_files(options.file))
+    trajectories = read_trajectories(
+        options.file,
+        vocab_size=shape.vocab_size,
+        max_positions=shape.max_positions,
+        routes=replays,
+        route_shape=shape.route_shape if replays else None,
+    )
     config = PlanConfig(
         max_tokens_per_microbatch=options.max_tokens,
         data_parallel_size=layout.dp,
@@ -235,6 +257,8 @@ def _planned_step(options: argparse.Namespace) -> PlannedStep:
             first=options.decoder_first_pipeline_num_layers,
             last=options.decoder_last_pipeline_num_layers,
         ),
+        expert_block=layout.expert_block,
+        route_mismatch=RouteMismatch(options.route_mismatch) if replays else None,
         cost=CostModel.of_shape(shape),
         measured=_measured_costs(options, shape),
     )
@@ -300,13 +324,18 @@ def _numbers(report: PlanReport, options: argparse.Namespace) -> dict[str, str]:
     """The figures for people, by name; the terminal and the page show the same."""
     loads = report.rank_loads
     mean = sum(loads) / len(loads) or 1.0
+    dummies = f", {report.dummy_microbatches} dummies" if report.dummy_microbatches else ""
+    routes = {}
+    if report.route_mismatch is not None:
+        routes["routes"] = f"{report.route_mismatch:.2%} of shared positions in conflict, {options.route_mismatch}"
     return {
         "trajectories": f"{report.trajectories} in {report.groups} group{'s' if report.groups > 1 else ''}",
         "positions": f"{report.computed_tokens:,} computed of {report.logical_tokens:,} logical",
         "reuse ratio": f"{report.reuse_ratio:.2f}",
         "shared segments": f"{report.shared_segments}, trees {report.depth} deep",
-        "microbatches": f"{report.microbatches} of at most {report.largest_microbatch_tokens} tokens (budget {options.max_tokens}), "
-        f"lead {report.lead}",
+        "microbatches": f"{report.microbatches} of at most {report.largest_microbatch_tokens} tokens (budget {options.max_tokens})"
+        f"{dummies}, lead {report.lead}",
+        **routes,
         "microbatch cost": f"largest {report.microbatch_cost_spread:.2f} of the mean",
         "speedup": f"{report.predicted_speedup:.2f} predicted, bound {report.bound:.2f}",
         "pipeline": f"{report.pipeline_efficiency:.2f} of the ranks' time busy",

@@ -1,6 +1,6 @@
 """Routes of a batch for routing replay: fill in missing rows, count conflicts in shared positions, settle them.
 
-Words. *Row*: the top-k experts of one input token in one MoE layer; its order means nothing. It is known, or -1.
+Words. *Row*: the top-k experts of one input token in one MoE layer; its order means nothing. With a -1 in it, it is unknown.
 
 Strategy
 1. A missing row is copied from a trajectory of the same group that knows it and has the same tokens up to and with that
@@ -79,7 +79,7 @@ def resolve_routes(
 def _fill(trajectories: Sequence[Trajectory], routes: list[np.ndarray]) -> int:
     """Fill the missing rows of `routes` in place; their number."""
     # What is filled is no source for others: the order of trajectories would otherwise count.
-    known = [array[..., 0] >= 0 for array in routes]
+    known = [(array >= 0).all(axis=2) for array in routes]
     incomplete = {i for i, rows in enumerate(known) if not rows.all()}
     groups: dict[str, list[int]] = {}
     for index, trajectory in enumerate(trajectories):
@@ -146,4 +146,10 @@ def _checked(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
             )
         routes.append(trajectory.routes)
     dtype = np.result_type(*routes)
-    return [array.astype(dtype, copy=False) for array in routes]
+    return [_without_partial_rows(array.astype(dtype, copy=False)) for array in routes]
+
+
+def _without_partial_rows(routes: np.ndarray) -> np.ndarray:
+    unknown = routes < 0
+    partial = unknown.any(axis=2) & ~unknown.all(axis=2)
+    return np.where(partial[..., None], np.asarray(-1, routes.dtype), routes) if partial.any() else routes

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prefixflow.trajectories.types import RouteShape
+
 BF16_BYTES = 2
 FP32_BYTES = 4
 
@@ -106,6 +108,11 @@ class ModelShape:
         if not self.is_moe:
             return 0
         return sum(self.moe_layer_pattern) if self.moe_layer_pattern else self.num_layers
+
+    @property
+    def route_shape(self) -> RouteShape:
+        """Shape of the routes that a rollout of this model records."""
+        return RouteShape(self.num_moe_layers, self.moe_topk, self.num_experts)
 
     @property
     def num_body_parameters(self) -> int:

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from prefixflow.trajectories import Trajectory
+from prefixflow.forest import build_forest
+from prefixflow.trajectories import RouteShape, Trajectory
 
 Length = int | tuple[int, int]
 """A number of tokens: fixed, or drawn from the closed interval (low, high)."""
@@ -143,6 +144,40 @@ def mixed_workload(*, seed: int = 0, style: Style = Style()) -> tuple[Trajectory
         + trees(seed=seed + 2, style=style)
         + edge_cases(seed=seed + 3, style=style)
     )
+
+
+def with_routes(
+    trajectories: Sequence[Trajectory],
+    shape: RouteShape,
+    *,
+    seed: int = 0,
+    missing: float = 0.0,
+    conflicting: float = 0.0,
+) -> tuple[Trajectory, ...]:
+    """`trajectories` with random routes, unlike any router's; `write_trajectories` puts them beside the file.
+
+    Trajectories have equal routes where they share a position, but for `conflicting` of the shared positions, where one of
+    them has others in every layer. Of each trajectory's positions about `missing` are unknown.
+    Raises ValueError where every expert is chosen always, so that routes cannot conflict.
+    """
+    if shape.topk >= shape.num_experts:
+        raise ValueError(f"top-{shape.topk} of {shape.num_experts} experts leaves no choice; take more experts.")
+    rng = np.random.default_rng(seed)
+    routes = [np.zeros((len(t) - 1, shape.num_layers, shape.topk), np.int16) for t in trajectories]
+    shared: list[tuple[int, tuple[int, ...]]] = []
+    for segment in build_forest(trajectories).segments:
+        drawn = rng.random((len(segment), shape.num_layers, shape.num_experts)).argsort()[..., : shape.topk]
+        for member in segment.members:
+            routes[member][segment.span.slice] = drawn
+        if segment.is_shared:
+            shared += [(position, segment.members) for position in range(segment.span.start, segment.span.stop)]
+    for place in rng.choice(len(shared), round(conflicting * len(shared)), replace=False) if shared else ():
+        position, members = shared[place]
+        other = routes[rng.choice(members)]
+        other[position] = (other[position] + 1) % shape.num_experts
+    for array in routes:
+        array[rng.random(len(array)) < missing] = -1
+    return tuple(replace(t, routes=array) for t, array in zip(trajectories, routes, strict=True))
 
 
 def _tokens(rng: np.random.Generator, length: Length, style: Style) -> np.ndarray:

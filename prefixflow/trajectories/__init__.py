@@ -7,16 +7,20 @@ from prefixflow.trajectories.reader import (
     write_trajectories,
 )
 from prefixflow.trajectories.types import (
+    RouteShape,
     Trajectory,
     TrajectoryError,
     check_limits,
+    check_routes,
     check_trajectories,
 )
 
 __all__ = [
+    "RouteShape",
     "Trajectory",
     "TrajectoryError",
     "check_limits",
+    "check_routes",
     "check_trajectories",
     "read_trajectories",
     "routes_path",

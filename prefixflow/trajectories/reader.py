@@ -27,9 +27,11 @@ import numpy as np
 from prefixflow.trajectories.files import atomic_write
 from prefixflow.trajectories.types import (
     LOGPROB_FIELDS,
+    RouteShape,
     Trajectory,
     TrajectoryError,
     check_limits,
+    check_routes,
     describe,
 )
 
@@ -79,6 +81,7 @@ def read_trajectories(
     vocab_size: int | None = None,
     max_positions: int | None = None,
     routes: bool = False,
+    route_shape: RouteShape | None = None,
 ) -> tuple[Trajectory, ...]:
     """Read a trajectory file, or all the `*.jsonl` of a folder in the order of their names.
 
@@ -86,6 +89,7 @@ def read_trajectories(
     max_positions: trajectories with more positions (tokens - 1) are an error; None does not check.
     routes: also read the expert routes, from the file beside or from the lines themselves; without
     it they are None.
+    route_shape: routes that do not fit the model are an error; None does not check.
 
     Raises TrajectoryError at the first malformed line, ValueError where no file is found.
     """
@@ -95,8 +99,10 @@ def read_trajectories(
         sidecar = _open_routes(file) if routes else None
         for where, fields, spelling in _records(file):
             try:
-                trajectory = _build(fields, sidecar, keep_routes=routes)
+                trajectory, inline = _build(fields, sidecar)
                 check_limits(trajectory, vocab_size=vocab_size, max_positions=max_positions)
+                if routes:
+                    trajectory = _with_routes(trajectory, inline, sidecar, route_shape)
                 _check_new(trajectory.id, where, place_of)
             except TrajectoryError as error:
                 raise error.at(where, spelling.get(error.field)) from None
@@ -229,24 +235,40 @@ def _check_required(spelling: dict[str, str]) -> None:
             raise TrajectoryError(field, "this required field", "none", way_out)
 
 
-def _build(fields: dict[str, Any], sidecar: _RoutesFile | None, *, keep_routes: bool) -> Trajectory:
+def _build(fields: dict[str, Any], sidecar: _RoutesFile | None) -> tuple[Trajectory, Any]:
+    """The trajectory without its routes, and what stands for them in the line."""
     given = {name: value for name, value in fields.items() if value is not None or name in REQUIRED_FIELDS}
     inline = given.pop("routes", None)
     if sidecar is not None and inline is not None:
         raise TrajectoryError("routes", f"routes in the line or in {sidecar.path}", "both")
-    trajectory = Trajectory(**given)
-    if not keep_routes:
-        return trajectory
-    if inline is None and sidecar is not None:
-        inline = sidecar.read(trajectory.id)
-    if inline is None:
+    return Trajectory(**given), inline
+
+
+def _with_routes(
+    trajectory: Trajectory, inline: Any, sidecar: _RoutesFile | None, shape: RouteShape | None
+) -> Trajectory:
+    if inline is not None:
+        return _routed(trajectory, inline, shape)
+    if sidecar is None:
         raise TrajectoryError(
             "routes",
             "the routes of every trajectory",
             "none in the line and no file beside it",
             "Routes of a.jsonl lie in a.routes.safetensors, one tensor per id.",
         )
-    return replace(trajectory, routes=inline)
+    routes = sidecar.read(trajectory.id)
+    try:
+        return _routed(trajectory, routes, shape)
+    except TrajectoryError as error:
+        got = f"{error.got} in tensor {trajectory.id!r} of {sidecar.path}"
+        raise TrajectoryError(error.field, error.expected, got, error.way_out) from None
+
+
+def _routed(trajectory: Trajectory, routes: Any, shape: RouteShape | None) -> Trajectory:
+    routed = replace(trajectory, routes=routes)
+    if shape is not None:
+        check_routes(routed, shape)
+    return routed
 
 
 def _check_new(trajectory_id: str, where: str, place_of: dict[str, str]) -> None:
@@ -287,14 +309,19 @@ class _RoutesFile:
                 f"{len(self._ids)} others",
                 "A position whose route is unknown is -1; the tensor itself must be there.",
             )
-        routes = self._file.get_tensor(trajectory_id)
+        try:
+            routes = self._file.get_tensor(trajectory_id)
+        except Exception as error:
+            # Numpy lacks some of the format's types.
+            got = f"a tensor {trajectory_id!r} in {self.path} that cannot be read ({error})"
+            raise TrajectoryError("routes", "signed integers of 16 bits or more", got) from None
         if self._shape is None:
             self._shape = routes.shape[1:]
         if routes.shape[1:] != self._shape:
             raise TrajectoryError(
                 "routes",
                 f"the moe layers and top-k of the tensors before it, {list(self._shape)}",
-                f"{list(routes.shape[1:])} in {self.path}",
+                f"{list(routes.shape[1:])} in tensor {trajectory_id!r} of {self.path}",
             )
         return routes
 

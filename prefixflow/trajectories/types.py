@@ -70,7 +70,8 @@ class Trajectory:
     reward: the trajectory's reward or None.
     temperature: divides the logits in every log-probability of this trajectory.
     routes: signed integers [n-1, moe layers, top-k] or None; row t routes input token t, -1 is
-        unknown. A row for the last token, which is never an input, is accepted and dropped.
+        unknown, and with it the other experts of that token in that layer. A row for the last token, which is
+        never an input, is accepted and dropped.
 
     Raises TrajectoryError (a ValueError) that names the field.
     """
@@ -142,6 +143,35 @@ class Trajectory:
     def num_trained(self) -> int:
         """Tokens that own a loss."""
         return int(np.count_nonzero(self.loss_mask))
+
+
+@dataclass(frozen=True, slots=True)
+class RouteShape:
+    """What a model's routes look like: `topk` distinct ones of `num_experts` in each of `num_layers` MoE layers."""
+
+    num_layers: int
+    topk: int
+    num_experts: int
+
+
+def check_routes(trajectory: Trajectory, shape: RouteShape) -> None:
+    """Raise TrajectoryError where the routes of `trajectory` (there must be some) are none of such a model."""
+    routes, where = trajectory.routes, f"trajectory {trajectory.id!r}"
+    assert routes is not None, where
+    way_out = "Replay the routes of the model that is trained."
+    if routes.shape[1:] != (shape.num_layers, shape.topk):
+        expected = f"routes of {shape.num_layers} MoE layers and top-{shape.topk}"
+        raise TrajectoryError("routes", expected, f"[moe layers, top-k] {list(routes.shape[1:])}", way_out, where)
+    outside = (routes >= shape.num_experts).any(axis=(1, 2))
+    if outside.any():
+        at = int(outside.argmax())
+        expected = f"expert ids below the model's {shape.num_experts} experts"
+        raise TrajectoryError("routes", expected, f"{routes[at].max()} at input token {at}", way_out, where)
+    ordered = np.sort(routes)
+    doubled = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(axis=(1, 2))
+    if doubled.any():
+        at = int(doubled.argmax())
+        raise TrajectoryError("routes", "distinct experts in a layer", f"one twice at input token {at}", "", where)
 
 
 def check_limits(trajectory: Trajectory, *, vocab_size: int | None = None, max_positions: int | None = None) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from prefixflow.cli import main
-from prefixflow.testing.generate import Style, mixed_workload, two_level_groups
+from prefixflow.plan.shapes import ModelShape
+from prefixflow.testing.generate import Style, mixed_workload, two_level_groups, with_routes
 from prefixflow.trajectories import write_trajectories
 
 PLAN_KEYS = {
     "logical_tokens", "computed_tokens", "reuse_ratio", "depth", "shared_segments", "trajectories", "groups",
     "microbatches", "dummy_microbatches", "lead", "predicted_speedup", "bound", "pipeline_efficiency", "rank_loads",
-    "peak_bytes", "digest", "split_loss_tokens", "microbatch_cost_spread", "largest_microbatch_tokens",
+    "peak_bytes", "digest", "split_loss_tokens", "microbatch_cost_spread", "largest_microbatch_tokens", "route_mismatch",
 }  # fmt: skip
 BENCH_KEYS = {
     "prefix_ratio", "group_size", "dense_s", "reuse_s", "speedup", "bound", "fraction_of_bound", "peak_dense_bytes",
@@ -78,6 +79,25 @@ def test_plan_reports_how_even_microbatches_are(tmp_path: Path, capsys: pytest.C
         assert report["microbatches"] == 2
 
 
+def test_plan_reports_routes_beside_the_file_and_dummies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "routed.jsonl"
+    batch = with_routes(two_level_groups(4, 4, 16, 8), ModelShape.load("tiny-moe").route_shape, conflicting=0.1)
+    write_trajectories(path, batch)
+    moe = ("--model", "tiny-moe", "--ep", "2", "--dp", "2", "--max-tokens", "64")
+    exact = plan_json(capsys, str(path), *moe)
+    first = plan_json(capsys, str(path), *moe, "--route-mismatch", "first")
+    dense = plan_json(capsys, str(path), "--model", "tiny")
+    assert exact["route_mismatch"] == first["route_mismatch"] == pytest.approx(0.1, abs=0.02)
+    assert dense["route_mismatch"] is None
+    assert exact["computed_tokens"] > first["computed_tokens"] == dense["computed_tokens"]
+    lone = tmp_path / "lone.jsonl"
+    write_trajectories(lone, batch[:1])
+    assert main(["plan", str(lone), *moe]) == 0
+    text = capsys.readouterr().out
+    assert "1 dummies" in text
+    assert "0.00% of shared positions" in text
+
+
 def test_plan_prints_a_table(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(file), "--model", "tiny"]) == 0
     text = capsys.readouterr().out
@@ -89,7 +109,7 @@ def test_plan_prints_a_table(file: Path, capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "part"),
     [
         (["--cp", "2"], "context parallelism"),
-        (["--ep", "2"], "mixture of experts"),
+        (["--ep", "2"], "no experts"),
         (["--memory-budget-gib", "3"], "memory plan"),
         (["--capacity"], "memory plan"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from prefixflow.plan.layout import ParallelLayout, layers_per_stage
@@ -87,3 +89,17 @@ def test_layers_per_stage(num_layers, sizes, expected):
 def test_layers_that_do_not_fit_the_stages(num_layers, sizes, words):
     with pytest.raises(ValueError, match=words):
         layers_per_stage(num_layers, **sizes)
+
+
+def test_expert_blocks_join_overlapping_groups():
+    """Neighbouring data-parallel ranks that a chain of tensor, context and expert groups connects, found by joining."""
+    for tp, cp, ep, etp, dp in itertools.product((1, 2, 3), (1, 2), (1, 2, 3, 4), (1, 2), (1, 2, 3, 4, 6)):
+        if tp * cp * dp % (ep * etp):
+            continue
+        block = {0}
+        while True:
+            wider = {r // size * size + i for size in (tp * cp, ep * etp) for r in block for i in range(size)}
+            if wider == block:
+                break
+            block = wider
+        assert ParallelLayout(tp=tp, cp=cp, ep=ep, etp=etp, dp=dp).expert_block == -(-len(block) // (tp * cp))

@@ -17,7 +17,7 @@ from prefixflow.plan.cost import SharingOverhead
 from prefixflow.plan.fold import fold_small_segments
 from prefixflow.plan.plan import MergeGroups, PlanConfig, PrefixReuse
 from prefixflow.schedule.ops import Kind, Op
-from prefixflow.schedule.search import plan_pipeline, rank_table
+from prefixflow.schedule.search import plan_pipeline, rank_table, signatures_digest
 from prefixflow.schedule.simulate import simulate
 from prefixflow.schedule.table import OpTable, validate
 from prefixflow.trajectories import Trajectory
@@ -33,11 +33,14 @@ def step_configs(draw: st.DrawFn, trajectories: Sequence[Trajectory]) -> PlanCon
     reuse = draw(st.sampled_from(PrefixReuse))
     longest = max(len(t) for t in trajectories) + config.token_multiple if reuse is PrefixReuse.OFF else 0
     pipeline_size, num_chunks = draw(st.sampled_from(PIPELINES))
+    blocks = [n for n in range(1, config.data_parallel_size + 1) if config.data_parallel_size % n == 0]
     return replace(
         config,
         max_tokens_per_microbatch=max(config.max_tokens_per_microbatch, longest),
         pipeline_size=pipeline_size,
         num_chunks=num_chunks,
+        expert_block=draw(st.sampled_from(blocks)),
+        equal_tokens=draw(st.booleans()),
         prefix_reuse=reuse,
         merge_groups=draw(st.sampled_from(MergeGroups)),
     )
@@ -56,6 +59,7 @@ def test_any_batch_has_a_valid_step(trajectories: list[Trajectory], data: st.Dat
         on_another_rank = plan_pipeline([replace(t) for t in trajectories], config, omit=set(omit))
     assert on_another_rank.digest == plan.digest
     plan.assert_invariants(trajectories)
+    signatures_digest(plan)
     for rank, microbatches in enumerate(plan.ranks):
         assert all(m.num_physical_tokens <= config.max_tokens_per_microbatch for m in microbatches)
         assert config.num_chunks == 1 or len(microbatches) % config.pipeline_size == 0

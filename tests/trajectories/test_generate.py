@@ -8,6 +8,7 @@ from itertools import groupby, pairwise
 import numpy as np
 import pytest
 
+from prefixflow.forest import RouteMismatch, build_forest, resolve_routes
 from prefixflow.testing.generate import (
     Style,
     edge_cases,
@@ -15,8 +16,9 @@ from prefixflow.testing.generate import (
     stepwise_chains,
     trees,
     two_level_groups,
+    with_routes,
 )
-from prefixflow.trajectories import check_trajectories
+from prefixflow.trajectories import RouteShape, check_routes, check_trajectories
 
 
 def by_group(items):
@@ -87,3 +89,17 @@ def test_edge_cases_are_there():
     assert all((item.advantages == 0).all() for item in groups["zero-advantage"])
     assert num_common(*groups["first-only"]) == 1
     assert len(groups["lone"]) == 1
+
+
+@pytest.mark.parametrize(("conflicting", "missing"), [(0.0, 0.0), (0.25, 0.0), (0.0, 0.5)])
+def test_routes_conflict_and_miss_as_asked(conflicting, missing):
+    shape = RouteShape(3, 2, 8)
+    items = with_routes(mixed_workload(), shape, seed=1, conflicting=conflicting, missing=missing)
+    for item in items:
+        check_routes(item, shape)
+    num_shared = sum(len(s) for s in build_forest(items).segments if s.is_shared)
+    report = resolve_routes(items, RouteMismatch.EXACT)[1]
+    assert (report.num_positions, report.num_mismatched) == (num_shared, round(conflicting * num_shared))
+    unknown = np.concatenate([item.routes[:, 0, 0] < 0 for item in items])
+    assert abs(unknown.mean() - missing) < 0.1
+    assert (report.num_filled > 0) == (missing > 0)

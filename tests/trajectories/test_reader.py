@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.numpy import save_file
 
 from prefixflow.testing.generate import Style, mixed_workload
 from prefixflow.trajectories import (
+    RouteShape,
     Trajectory,
     TrajectoryError,
     read_trajectories,
@@ -282,6 +284,31 @@ def test_routes_that_are_missing_or_misshapen(write):
     routes_path(path).write_bytes(b"junk")
     assert "safetensors" in refusal(path, routes=True)
     assert len(read_trajectories(path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (RouteShape(2, 2, 8), None),
+        (RouteShape(3, 2, 8), "3 MoE layers and top-2, got .* 2]"),
+        (RouteShape(2, 2, 7), "below the model's 7 experts, got 7 at input token 1"),
+    ],
+)
+def test_routes_fit_the_model_or_name_file_and_id(write, shape, words):
+    path = write(line())
+    routes = np.array([[[0, 1], [2, 3]], [[7, 1], [-1, -1]]], np.int16)
+    save_file({"t-0": routes}, routes_path(path))
+    if words is None:
+        assert read_trajectories(path, routes=True, route_shape=shape)[0].routes is not None
+        return
+    message = refusal(path, routes=True, route_shape=shape)
+    assert re.search(words, message)
+    assert f"tensor 't-0' of {routes_path(path)}" in message
+
+
+def test_an_expert_cannot_be_chosen_twice(write):
+    path = write(line(routes=[[[0, 1]], [[3, 3]]]))
+    assert "one twice at input token 1" in refusal(path, routes=True, route_shape=RouteShape(1, 2, 8))
 
 
 def test_routes_in_the_line_and_beside_it(write):

@@ -1,0 +1,111 @@
+"""Ranks that exchange tokens run the same kinds of operations in the same order, however unlike their work is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from prefixflow.plan import plan as planning
+from prefixflow.plan.plan import Plan, PlanConfig, build_plan
+from prefixflow.schedule import search
+from prefixflow.schedule.search import plan_pipeline, rank_table, signatures_digest
+from prefixflow.schedule.simulate import simulate
+from prefixflow.schedule.table import build_table, signature, validate, virtual_need
+from prefixflow.testing.generate import stepwise_chains, two_level_groups
+from prefixflow.trajectories import Trajectory
+from tests.plan.groups import batch_of
+
+PIPELINES = [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)]
+
+
+def one_against_nine() -> list[Trajectory]:
+    """A deep chain that costs as much as nine small groups, so that it alone is one rank's work."""
+    chain = stepwise_chains(1, 9, prompt_tokens=60, turn_tokens=12)
+    return [*chain, *two_level_groups(9, 3, prefix_tokens=8, suffix_tokens=6)]
+
+
+def signatures(plan: Plan, *, training: bool = True) -> set[tuple]:
+    tables = [rank_table(plan, rank, training=training) for rank in range(len(plan.ranks))]
+    return {tuple(map(signature, table.rows)) for table in tables}
+
+
+@pytest.mark.parametrize(("num_ranks", "num_chunks"), PIPELINES)
+def test_one_group_against_nine(num_ranks: int, num_chunks: int) -> None:
+    batch = one_against_nine()
+    config = PlanConfig(32, data_parallel_size=2, pipeline_size=num_ranks, num_chunks=num_chunks, expert_block=2)
+    plan = build_plan(batch, config)
+    plan.assert_invariants(batch)
+    assert sorted(map(len, plan.trees)) == [1, 9]
+    apart = build_plan(batch, replace(config, expert_block=1))
+    assert len(signatures(apart)) == 2, "without the rule they differ, so this batch tests it"
+    assert len(signatures(plan)) == len(signatures(plan, training=False)) == 1
+    signatures_digest(plan)
+    for rank in range(2):
+        validate(rank_table(plan, rank))
+        simulate(rank_table(plan, rank), lambda op: 1.0)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_chunks"), PIPELINES)
+def test_a_rank_without_a_tree_runs_dummies(num_ranks: int, num_chunks: int) -> None:
+    batch = batch_of([1, 2, 3, 4, 5, 6])
+    config = PlanConfig(2, data_parallel_size=2, pipeline_size=num_ranks, num_chunks=num_chunks, expert_block=2)
+    plan = build_plan(batch, config)
+    plan.assert_invariants(batch)
+    busy, idle = plan.ranks
+    assert len(busy) == len(idle) >= 3
+    assert all(m.is_dummy for m in idle)
+    assert not busy[0].is_dummy
+    assert plan.num_dummy_microbatches == len(busy) + len(idle) - plan.num_microbatches
+    assert len(signatures(plan)) == 1
+
+
+def test_ranks_of_alike_numbers_of_microbatches_make_a_block() -> None:
+    assert planning._block_order([1, 5, 2, 4], 2) == [1, 3, 2, 0]
+    assert planning._block_order([1, 5, 2, 4], 1) == [0, 1, 2, 3]
+
+
+def test_work_is_spread_rather_than_filled_with_dummies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain needs a microbatch a turn; the other rank's groups fit fewer and are spread over as many."""
+    batch = one_against_nine()
+    config = PlanConfig(64, data_parallel_size=2, expert_block=2)
+    spread = plan_pipeline(batch, config)
+    monkeypatch.setattr(planning, "_spread_over", lambda packed, *_: packed)
+    filled = plan_pipeline(batch, config)
+    assert spread.num_dummy_microbatches < filled.num_dummy_microbatches
+    assert len(spread.ranks[0]) == len(filled.ranks[0])
+    spread.assert_invariants(batch)
+
+
+def test_allgather_needs_equal_tokens() -> None:
+    batch = one_against_nine()
+    config = PlanConfig(32, data_parallel_size=2, expert_block=2, token_multiple=2, equal_tokens=True)
+    plan = build_plan(batch, config)
+    plan.assert_invariants(batch)
+    assert len({m.num_physical_tokens for rank in plan.ranks for m in rank}) == 1
+    loose = build_plan(batch, replace(config, equal_tokens=False))
+    assert len({m.num_physical_tokens for rank in loose.ranks for m in rank}) > 1
+    assert plan.digest != loose.digest
+
+
+def test_a_need_that_is_too_small_is_our_fault() -> None:
+    reads = [(), (0,), (0,)]
+    assert virtual_need(reads) == (2, 3, 3)
+    assert [str(op) for op in build_table(reads, need=(3, 3, 3)).rows[0]] == ["0F0", "0F1", "0F2", "0B1", "0B2", "0B0"]
+    with pytest.raises(AssertionError, match="smaller"):
+        build_table(reads, need=(1, 3, 3))
+    with pytest.raises(AssertionError, match="2 backwards for a graph of 3"):
+        build_table(reads, need=(2, 3))
+
+
+def test_a_block_with_different_signatures_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = build_plan(one_against_nine(), PlanConfig(32, data_parallel_size=2, expert_block=2))
+    monkeypatch.setattr(search, "build_table", lambda reads, need, **sizes: build_table(reads, **sizes))
+    with pytest.raises(AssertionError, match="different signatures"):
+        signatures_digest(plan)
+
+
+def test_blocks_divide_the_ranks() -> None:
+    with pytest.raises(ValueError, match="3 data-parallel ranks do not divide into blocks of 2"):
+        PlanConfig(data_parallel_size=3, expert_block=2)
+    assert PlanConfig(data_parallel_size=6, expert_block=3).block_of(4) == range(3, 6)
