@@ -108,12 +108,11 @@ def _fill_one(
 ) -> int:
     missing = ~known[index]
     num_filled = 0
-    for shared, donor in sorted(zip(-reach, order, strict=True)):
-        # An input token's row is the same token path's wherever that token itself is shared.
-        stop = min(-int(shared), len(missing), len(known[donor]))
-        if not missing[:stop].any():
+    for shared, donor in sorted(zip(reach.tolist(), order, strict=True), key=lambda pair: (-pair[0], pair[1])):
+        if not missing[:shared].any():
             # The others share no more.
             break
+        stop = min(shared, len(missing), len(known[donor]))
         fillable = np.nonzero(missing[:stop] & known[donor][:stop])
         _copy_rows(routes, index, donor, fillable)
         missing[fillable] = False

@@ -9,7 +9,7 @@ import pytest
 from prefixflow.plan import plan as planning
 from prefixflow.plan.plan import Plan, PlanConfig, build_plan
 from prefixflow.schedule import search
-from prefixflow.schedule.search import plan_pipeline, rank_table, signatures_digest
+from prefixflow.schedule.search import rank_table, signatures_digest
 from prefixflow.schedule.simulate import simulate
 from prefixflow.schedule.table import build_table, signature, validate, virtual_need
 from prefixflow.testing.generate import stepwise_chains, two_level_groups
@@ -66,13 +66,14 @@ def test_ranks_of_alike_numbers_of_microbatches_make_a_block() -> None:
 
 
 def test_work_is_spread_rather_than_filled_with_dummies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chain needs a microbatch a turn; the other rank's groups fit fewer and are spread over as many."""
-    batch = one_against_nine()
-    config = PlanConfig(64, data_parallel_size=2, expert_block=2)
-    spread = plan_pipeline(batch, config)
+    """A long chain of large turns needs many microbatches; as much work in small pieces fits fewer, and is spread."""
+    chain = stepwise_chains(1, 5, prompt_tokens=20, turn_tokens=20)
+    batch = [*chain, *two_level_groups(20, 1, prefix_tokens=4, suffix_tokens=4)]
+    config = PlanConfig(36, data_parallel_size=2, expert_block=2)
+    spread = build_plan(batch, config)
     monkeypatch.setattr(planning, "_spread_over", lambda packed, *_: packed)
-    filled = plan_pipeline(batch, config)
-    assert spread.num_dummy_microbatches < filled.num_dummy_microbatches
+    filled = build_plan(batch, config)
+    assert filled.num_dummy_microbatches > 0 == spread.num_dummy_microbatches
     assert len(spread.ranks[0]) == len(filled.ranks[0])
     spread.assert_invariants(batch)
 
