@@ -68,14 +68,19 @@ def rank_table(plan: Plan, data_rank: int, *, training: bool = True) -> OpTable:
 
     Ranks of one expert block have the same signature (`prefixflow.schedule.table.signature`).
     """
-    if not training:
-        return build_forward_table(_reads(plan, data_rank), **_sizes(plan))
-    return build_table(_reads(plan, data_rank), need=block_need(plan, data_rank), **_sizes(plan))
+    if training:
+        return _table_of(plan, data_rank, block_need(plan, data_rank))
+    config = plan.config
+    return build_forward_table(_reads(plan, data_rank), num_ranks=config.pipeline_size, num_chunks=config.num_chunks)
 
 
 def block_need(plan: Plan, data_rank: int) -> tuple[int, ...]:
     """`virtual_need`, the largest over the ranks that exchange tokens with `data_rank`, itself included."""
-    needs = [virtual_need(_reads(plan, rank), **_sizes(plan)) for rank in plan.config.block_of(data_rank)]
+    config = plan.config
+    needs = [
+        virtual_need(_reads(plan, rank), num_ranks=config.pipeline_size, num_chunks=config.num_chunks)
+        for rank in config.block_of(data_rank)
+    ]
     return tuple(map(max, zip(*needs, strict=True)))
 
 
@@ -84,10 +89,10 @@ def signatures_digest(plan: Plan) -> str:
     digests: list[str] = []
     for first in range(0, len(plan.ranks), plan.config.expert_block):
         need = block_need(plan, first)
-        tables = [build_table(_reads(plan, rank), need=need, **_sizes(plan)) for rank in plan.config.block_of(first)]
-        block = {signature_digest(table) for table in tables}
-        assert len(block) == 1, f"data-parallel ranks {plan.config.block_of(first)} have different signatures"
-        digests += block
+        block = plan.config.block_of(first)
+        signatures = {signature_digest(_table_of(plan, rank, need)) for rank in block}
+        assert len(signatures) == 1, f"data-parallel ranks {list(block)} have different signatures"
+        digests += signatures
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
 
 
@@ -95,8 +100,9 @@ def _reads(plan: Plan, data_rank: int) -> list[tuple[int, ...]]:
     return [m.reads for m in plan.ranks[data_rank]]
 
 
-def _sizes(plan: Plan) -> dict[str, int]:
-    return {"num_ranks": plan.config.pipeline_size, "num_chunks": plan.config.num_chunks}
+def _table_of(plan: Plan, data_rank: int, need: Sequence[int]) -> OpTable:
+    config = plan.config
+    return build_table(_reads(plan, data_rank), num_ranks=config.pipeline_size, num_chunks=config.num_chunks, need=need)
 
 
 def max_makespan(plan: Plan, trajectories: Sequence[Trajectory]) -> float:

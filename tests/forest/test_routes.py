@@ -72,7 +72,10 @@ def test_conflicting_positions_are_unshared_or_take_the_first() -> None:
 
 def test_the_order_of_the_top_k_is_no_conflict() -> None:
     left, right = batch_of([1, 2, 3], [1, 2, 4])
-    batch = [replace(left, routes=[[[0, 1]], [[2, 3]]]), replace(right, routes=[[[1, 0]], [[3, 2]]])]
+    batch = [
+        replace(left, routes=np.array([[[0, 1]], [[2, 3]]])),
+        replace(right, routes=np.array([[[1, 0]], [[3, 2]]])),
+    ]
     plan = build_plan(batch, PlanConfig(route_mismatch=RouteMismatch.EXACT))
     assert (plan.forest.num_shared_segments, plan.route_report.rate if plan.route_report else None) == (1, 0.0)
     plan.assert_invariants(batch)
@@ -80,7 +83,10 @@ def test_the_order_of_the_top_k_is_no_conflict() -> None:
 
 def test_a_row_with_one_unknown_expert_is_unknown() -> None:
     left, right = batch_of([1, 2, 3], [1, 2, 4])
-    batch = [replace(left, routes=[[[0, -1]], [[2, 3]]]), replace(right, routes=[[[4, 5]], [[-1, 3]]])]
+    batch = [
+        replace(left, routes=np.array([[[0, -1]], [[2, 3]]])),
+        replace(right, routes=np.array([[[4, 5]], [[-1, 3]]])),
+    ]
     routes, _ = resolve_routes(batch, RouteMismatch.EXACT)
     assert [array[:, 0].tolist() for array in routes] == [[[4, 5], [2, 3]], [[4, 5], [2, 3]]]
 

@@ -101,7 +101,7 @@ def test_a_need_that_is_too_small_is_our_fault() -> None:
 
 def test_a_block_with_different_signatures_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = build_plan(one_against_nine(), PlanConfig(32, data_parallel_size=2, expert_block=2))
-    monkeypatch.setattr(search, "build_table", lambda reads, need, **sizes: build_table(reads, **sizes))
+    monkeypatch.setattr(search, "build_table", lambda reads, *, need, **sizes: build_table(reads, **sizes))
     with pytest.raises(AssertionError, match="different signatures"):
         signatures_digest(plan)
 
