@@ -142,7 +142,10 @@ def first_equal(rows: Sequence[np.ndarray]) -> np.ndarray:
         first[j, places] = j
         for i in range(j + 1, len(rows)):
             open_places = places[first[i, places] < 0]
-            first[i, open_places[_agree(own[open_places], rows[i][open_places])]] = j
+            if len(open_places) == num_positions and np.array_equal(own, rows[i]):
+                first[i] = j
+            elif len(open_places):
+                first[i, open_places[_agree(own[open_places], rows[i][open_places])]] = j
     return first
 
 

@@ -79,7 +79,7 @@ def resolve_routes(
 def _fill(trajectories: Sequence[Trajectory], routes: list[np.ndarray]) -> int:
     """Fill the missing rows of `routes` in place; their number."""
     # What is filled is no source for others: the order of trajectories would otherwise count.
-    known: list[np.ndarray] = [np.all(array >= 0, axis=2) for array in routes]
+    known: list[np.ndarray] = [array[..., 0] >= 0 for array in routes]
     incomplete = {i for i, rows in enumerate(known) if not rows.all()}
     groups: dict[str, list[int]] = {}
     for index, trajectory in enumerate(trajectories):
@@ -149,6 +149,8 @@ def _checked(trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
 
 
 def _without_partial_rows(routes: np.ndarray) -> np.ndarray:
+    if routes.min(initial=0) == 0:
+        return routes
     unknown = routes < 0
     partial: np.ndarray = np.any(unknown, axis=2) & ~np.all(unknown, axis=2)
     return np.where(partial[..., None], np.asarray(-1, routes.dtype), routes) if partial.any() else routes

@@ -89,6 +89,15 @@ def test_a_row_with_one_unknown_expert_is_unknown() -> None:
     ]
     routes, _ = resolve_routes(batch, RouteMismatch.EXACT)
     assert [array[:, 0].tolist() for array in routes] == [[[4, 5], [2, 3]], [[4, 5], [2, 3]]]
+    alone, _ = resolve_routes(batch[:1], RouteMismatch.EXACT)
+    assert alone[0][:, 0].tolist() == [[-1, -1], [2, 3]]
+
+
+def test_ranks_with_other_routes_disagree() -> None:
+    config = PlanConfig(route_mismatch=RouteMismatch.EXACT)
+    plans = [build_plan(routed([[1, 2, 3]], [[0, last]]), config) for last in (1, 2)]
+    assert plans[0].forest == plans[1].forest
+    assert plans[0].digest != plans[1].digest
 
 
 def test_routes_are_needed_and_of_one_model() -> None:
