@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -29,6 +30,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megatron.prefixflow.params import attention_context
+from megatron.prefixflow.router import SegmentRouter
 
 
 def has_transformer_engine() -> bool:
@@ -125,6 +127,9 @@ def _adapt_layer(layer: ModuleSpec, use_te: bool) -> None:
     layer.module = SegmentTransformerLayer
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SegmentCoreAttention
+    experts = layer.submodules.mlp.submodules
+    if isinstance(experts, MoESubmodules):
+        experts.router = SegmentRouter
     if use_te:
         return
     layer.submodules.input_layernorm = SequenceParallelNorm

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
@@ -20,6 +22,8 @@ from torch.func import functional_call
 
 from megatron.prefixflow.params import MicrobatchParams
 from megatron.prefixflow.positions import RotaryTable
+from megatron.prefixflow.router import RoutingContext
+from megatron.prefixflow.routing import StageRouting
 from prefixflow.forest import Forest
 from prefixflow.plan.batch import MicrobatchArrays, microbatch_arrays
 from prefixflow.plan.microbatch import Microbatch
@@ -33,11 +37,12 @@ from prefixflow.trajectories.types import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one data-parallel rank runs in one step."""
+    """What one data-parallel rank runs in one step; `routes` are those of the trajectories, where they are replayed."""
 
     forest: Forest
     microbatches: Sequence[Microbatch]
     trajectories: Sequence[Trajectory]
+    routes: Sequence[np.ndarray] | None = None
 
 
 @dataclass(slots=True)
@@ -62,6 +67,7 @@ class _Alive:
     shape: torch.Size
     dtype: torch.dtype
     context: AttentionContext
+    routing: RoutingContext | None
     scored: _Scored | None
 
 
@@ -71,6 +77,7 @@ class StageRunner:
     model: a `GPTModel` (not its DDP wrapper) built with `megatron.prefixflow.spec.block_spec`.
     cache: K/V of this chunk's layers, its own: chunks of one rank are at different microbatches.
     training: graphs are kept for B; otherwise F alone runs, without graphs (old-policy and reference passes).
+    routing: of this chunk's routers; None in a model without experts.
     """
 
     def __init__(
@@ -83,9 +90,11 @@ class StageRunner:
         *,
         training: bool,
         tp_group: Any,
+        routing: StageRouting | None = None,
     ) -> None:
         self.model = model
         self.config = model.config
+        self.routing = routing
         self.workload = workload
         self.kernel = kernel
         self.cache = cache
@@ -102,18 +111,23 @@ class StageRunner:
     def forward(self, m: int, received: Tensor | None, *, keep_logits: bool = False) -> Tensor:
         """F(m): body, cached K/V of written segments, and on the last stage log-probabilities of the rows."""
         microbatch = self.workload.microbatches[m]
-        arrays = microbatch_arrays(self.workload.forest, microbatch, self.workload.trajectories)
+        workload = self.workload
+        arrays = microbatch_arrays(workload.forest, microbatch, workload.trajectories, workload.routes)
         context = self._context(microbatch, arrays)
+        routing = None if self.routing is None else self.routing.context(microbatch, arrays)
         if received is not None and self.training:
             received.requires_grad_()
-        with torch.set_grad_enabled(self.training):
+        with torch.set_grad_enabled(self.training), self._routed(routing, context.operation):
             hidden = self._body(arrays, context, received)
+        if self.routing is not None and routing is not None:
+            self.routing.finish_forward(m, routing)
         self.num_computed_tokens += microbatch.num_tokens
         scored = None
         if self._head is not None:
             scored = self._head.score(hidden, arrays, keep_logits=keep_logits and self.training)
         if self.training:
-            self._alive[m] = _Alive(received, get_gradient_edge(hidden), hidden.shape, hidden.dtype, context, scored)
+            root = get_gradient_edge(hidden)
+            self._alive[m] = _Alive(received, root, hidden.shape, hidden.dtype, context, routing, scored)
         else:
             self._release(microbatch)
         return hidden
@@ -125,7 +139,8 @@ class StageRunner:
         if self._head is not None:
             grad_hidden = self._head.gradient(alive.scored, alive.shape, alive.dtype)
         alive.context.operation = Operation.BACKWARD
-        torch.autograd.backward(alive.root, grad_hidden)
+        with self._routed(alive.routing, Operation.BACKWARD):
+            torch.autograd.backward(alive.root, grad_hidden)
         self._release(self.workload.microbatches[m])
         for block in self.workload.microbatches[m].writes:
             self.cache.close(block)
@@ -134,6 +149,11 @@ class StageRunner:
     def finish(self) -> None:
         assert not self._alive, f"microbatches {sorted(self._alive)} were never run backward"
         self.cache.assert_empty()
+
+    def _routed(self, routing: RoutingContext | None, operation: Operation) -> AbstractContextManager[None]:
+        if self.routing is None or routing is None:
+            return nullcontext()
+        return self.routing.running(routing, operation)
 
     def _context(self, microbatch: Microbatch, arrays: MicrobatchArrays) -> AttentionContext:
         # Nothing reads the last layer's output where no row is scored; a router's own losses would.

@@ -11,6 +11,14 @@ import torch
 
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.overlap import EarlyReduction
+from megatron.prefixflow.routing import (
+    RouterTotals,
+    RouteStore,
+    RoutingReplay,
+    StageRouting,
+    check_routes,
+    router_totals,
+)
 from megatron.prefixflow.stage import StageRunner, Workload
 from prefixflow.plan.microbatch import Microbatch
 from prefixflow.plan.plan import Plan
@@ -40,6 +48,9 @@ class StepRunner:
         DDP made one.
     reduction (attribute): starts to reduce gradients during the last backwards; None reduces after the step.
     max_response_tokens: constant divisor of seq-mean-token-sum-norm; None takes the longest response of the step.
+    routing_replay: whose routes a model with experts takes. A pass that is given a `RouteStore` fills it, or takes the
+        routes that an earlier pass over the same plan left there; OFF leaves it alone.
+    router_totals (attribute): of the last pass, on this rank.
     """
 
     def __init__(
@@ -50,12 +61,15 @@ class StepRunner:
         *,
         vocab_size: int,
         max_response_tokens: int | None = None,
+        routing_replay: RoutingReplay = RoutingReplay.OFF,
     ) -> None:
         self.chunks = tuple(chunks)
         self.groups = groups
         self.kernel = kernel
         self.vocab_size = vocab_size
         self.max_response_tokens = max_response_tokens
+        self.routing_replay = routing_replay
+        self.router_totals = RouterTotals()
         parameter = next(self.chunks[0].parameters())
         self.device = parameter.device
         self.parameter_dtype = parameter.dtype
@@ -78,6 +92,7 @@ class StepRunner:
         loss: LossConfig,
         *,
         with_entropy: bool = False,
+        routes: RouteStore | None = None,
     ) -> Objective:
         """Gradients of this rank's trajectories, normalised by the counts of the whole batch; not yet reduced."""
         chosen = rank_trajectories(plan, self.groups.data_rank)
@@ -85,15 +100,22 @@ class StepRunner:
         objective = self._objective(trajectories, chosen, loss, normalizer, with_entropy)
         for chunk in self.chunks:
             chunk.train()
-        self._run(plan, trajectories, objective, training=True)
+        self._run(plan, trajectories, objective, training=True, store=routes)
         return objective
 
     @torch.no_grad()
-    def score(self, plan: Plan, trajectories: Sequence[Trajectory], *, with_entropy: bool = False) -> Objective:
+    def score(
+        self,
+        plan: Plan,
+        trajectories: Sequence[Trajectory],
+        *,
+        with_entropy: bool = False,
+        routes: RouteStore | None = None,
+    ) -> Objective:
         """Log-probabilities of this rank's trajectories by the same plan, forward only, without graphs."""
         chosen = rank_trajectories(plan, self.groups.data_rank)
         objective = self._objective(trajectories, chosen, None, None, with_entropy)
-        self._run(plan, trajectories, objective, training=False)
+        self._run(plan, trajectories, objective, training=False, store=routes)
         return objective
 
     def _objective(
@@ -115,15 +137,31 @@ class StepRunner:
             with_entropy=with_entropy,
         )
 
-    def _run(self, plan: Plan, trajectories: Sequence[Trajectory], objective: Objective, *, training: bool) -> None:
+    def _run(
+        self,
+        plan: Plan,
+        trajectories: Sequence[Trajectory],
+        objective: Objective,
+        *,
+        training: bool,
+        store: RouteStore | None,
+    ) -> None:
         microbatches = plan.ranks[self.groups.data_rank]
-        workload = Workload(plan.forest, microbatches, trajectories)
+        workload = Workload(plan.forest, microbatches, trajectories, self._routes(plan))
+        routing = self._routing(plan, training=training, store=store)
         position, num_ranks = self.groups.pipeline_rank, self.groups.pipeline.size()
         stages = {}
         for number, (chunk, cache) in enumerate(zip(self.chunks, self.caches, strict=True)):
             cache.begin_step()
             stages[number * num_ranks + position] = StageRunner(
-                chunk, workload, objective, self.kernel, cache, training=training, tp_group=self.groups.tensor
+                chunk,
+                workload,
+                objective,
+                self.kernel,
+                cache,
+                training=training,
+                tp_group=self.groups.tensor,
+                routing=routing[number] if routing else None,
             )
         table = rank_table(plan, self.groups.data_rank, training=training)
         row = table.rows[position]
@@ -131,6 +169,35 @@ class StepRunner:
         execute(table, position, stages, links, self._observer(row, training=training))
         self.num_computed_tokens = stages[position].num_computed_tokens
         self.num_bytes_sent = links.num_bytes_sent if links is not None else 0
+        self.router_totals = router_totals(routing)
+
+    def _routes(self, plan: Plan) -> Sequence[np.ndarray] | None:
+        """What each trajectory's positions are routed to, in a replay of the rollout."""
+        if self.routing_replay is not RoutingReplay.ROLLOUT:
+            return None
+        if plan.routes is None:
+            raise ValueError(
+                "Routing replay of the rollout needs routes: expected trajectories with routes, got none. Put them beside "
+                "the trajectory file (a.jsonl: a.routes.safetensors), or replay what was recorded."
+            )
+        check_routes(plan.routes, self.chunks[0].config)
+        return plan.routes
+
+    def _routing(self, plan: Plan, *, training: bool, store: RouteStore | None) -> list[StageRouting]:
+        """One for each chunk; none in a model without experts."""
+        if self.chunks[0].config.num_moe_experts is None:
+            return []
+        keeps = store is not None and self.routing_replay is not RoutingReplay.OFF
+        return [
+            StageRouting(
+                chunk,
+                plan.forest,
+                is_training=training,
+                kept=store.chunk(number, plan.digest) if store is not None and keeps else None,
+                tp_group=self.groups.tensor,
+            )
+            for number, chunk in enumerate(self.chunks)
+        ]
 
     def _observer(self, row: Sequence[Op], *, training: bool) -> Observer | None:
         if self.reduction is None or not training:

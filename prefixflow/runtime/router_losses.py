@@ -55,12 +55,14 @@ class RouterLossConfig:
 class RouterLosses:
     """Counts, gradients and values of the losses of one model chunk's routers in one step.
 
-    values: sums over this chunk's layers and this rank's positions of the loss, as they are added to the step's:
-        with coefficients, divided by the number of trajectories. Complete after the last backward.
+    num_layers: those with experts in the chunk.
+    load_balancing_value, z_value: the losses as they are added to the step's, with coefficients and divided by the number of
+        trajectories, of this chunk's layers and this rank's positions. Complete after the last backward.
     """
 
-    def __init__(self, config: RouterLossConfig, forest: Forest, device: torch.device) -> None:
+    def __init__(self, config: RouterLossConfig, forest: Forest, num_layers: int, device: torch.device) -> None:
         self.config = config
+        self.num_layers = num_layers
         self.forest = forest
         self.num_trajectories = len(forest.lengths)
         self.load_balancing_value = torch.zeros((), dtype=torch.float64, device=device)
@@ -83,6 +85,8 @@ class RouterLosses:
         related = sorted({u for s in segments for u in self._related(s)})
         missing = [u for u in related if u not in self._counts]
         assert not missing, f"a backward ran before a forward on the same path: no counts of segments {missing}"
+        if not segments:
+            return torch.zeros(0, self.num_layers, self.config.num_experts, dtype=torch.float64, device=self._device)
         counts = torch.stack([self._counts[u] for u in related]).double()
         weights = torch.from_numpy(self._pair_weights(segments, related)).to(self._device)
         return torch.einsum("su,ule->sle", weights, counts)

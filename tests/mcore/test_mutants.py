@@ -87,8 +87,8 @@ def replace_cached(context: Any, cached: Any) -> Any:
 def labels_rolled_over_the_packed_row() -> None:
     arrays = stage.microbatch_arrays
 
-    def mutant(forest, microbatch, trajectories):
-        made = arrays(forest, microbatch, trajectories)
+    def mutant(*args):
+        made = arrays(*args)
         following = (made.row_index + 1) % len(made.tokens)
         return replace(made, row_label=made.tokens[following])
 
@@ -98,8 +98,8 @@ def labels_rolled_over_the_packed_row() -> None:
 def temperature_is_dropped() -> None:
     arrays = stage.microbatch_arrays
 
-    def mutant(forest, microbatch, trajectories):
-        made = arrays(forest, microbatch, trajectories)
+    def mutant(*args):
+        made = arrays(*args)
         return replace(made, row_temperature=made.row_temperature**0)
 
     patch(stage, "microbatch_arrays", mutant)
@@ -180,12 +180,12 @@ def recomputation_stores_again() -> None:
 def loss_is_divided_by_the_number_of_microbatches() -> None:
     run = StepRunner._run
 
-    def mutant(self, plan, trajectories, objective, *, training):
+    def mutant(self, plan, trajectories, objective, *, training, **more):
         if training:
             number = len(plan.ranks[self.groups.data_rank])
             counts = objective._normalizer
             objective._normalizer = replace(counts, num_trajectories=counts.num_trajectories * number)
-        run(self, plan, trajectories, objective, training=training)
+        run(self, plan, trajectories, objective, training=training, **more)
 
     patch(StepRunner, "_run", mutant)
 

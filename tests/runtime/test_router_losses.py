@@ -73,7 +73,7 @@ def delayed(problem: Problem, max_tokens: int) -> tuple[RouterLosses, Tensor]:
     """The same through microbatches: all forwards first, then the backwards, children first."""
     forest = problem.forest
     microbatches = pack_microbatches(forest, range(forest.num_trees), max_tokens=max_tokens)
-    losses = RouterLosses(CONFIG, forest, torch.device("cpu"))
+    losses = RouterLosses(CONFIG, forest, NUM_LAYERS, torch.device("cpu"))
     roots = {}
     for m in microbatches:
         lengths = [len(span) for span in m.spans]
@@ -85,9 +85,10 @@ def delayed(problem: Problem, max_tokens: int) -> tuple[RouterLosses, Tensor]:
             losses.load_balancing_value += (scores * gradient).sum()
             return gradient
 
-        def z(squares, weight=torch.tensor(mean_weight, dtype=torch.float64)[segment_of]):
-            losses.z_value += (squares * losses.z_gradients(weight)).sum()
-            return losses.z_gradients(weight)
+        def z(squares, mean_weight=mean_weight, segment_of=segment_of):
+            gradient = losses.z_gradients(torch.tensor(mean_weight, dtype=torch.float64)[segment_of])
+            losses.z_value += (squares * gradient).sum()
+            return gradient
 
         hidden, counts = torch.cat([problem.hidden[s] for s in m.segments]), []
         total = torch.zeros((), dtype=torch.float64)
@@ -139,7 +140,7 @@ def test_a_part_left_out_shows(lost, monkeypatch):
 
 def test_counts_before_all_forwards_are_an_error():
     problem = make_problem()
-    losses = RouterLosses(CONFIG, problem.forest, torch.device("cpu"))
+    losses = RouterLosses(CONFIG, problem.forest, NUM_LAYERS, torch.device("cpu"))
     losses.record([0], torch.zeros(1, NUM_LAYERS, NUM_EXPERTS))
     with pytest.raises(AssertionError, match="no counts of segments"):
         losses.score_gradients([0])
