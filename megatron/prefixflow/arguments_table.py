@@ -927,10 +927,11 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--moe-router-load-balancing-type",
-        "sinkhorn balances over a whole microbatch, so reuse would not be exact",
-        "use aux_loss, seq_aux_loss, global_aux_loss or none",
+        "sinkhorn balances over a whole microbatch, and global_aux_loss depends on the order of microbatches and on what the "
+        "other data-parallel ranks have run by then, so reuse would not be exact",
+        "use aux_loss, seq_aux_loss or none",
         _LIST,
-        harmful=("sinkhorn",),
+        harmful=("sinkhorn", "global_aux_loss"),
     ),
     Refusal(
         "--moe-router-force-load-balancing",

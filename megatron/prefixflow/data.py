@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.prefixflow.arguments import Arguments
+from megatron.prefixflow.routing import RoutingReplay
 from prefixflow.trajectories.reader import read_trajectories
 from prefixflow.trajectories.types import Trajectory
 
@@ -37,11 +38,16 @@ class BatchPlace:
 
 
 def load_trajectories(args: Arguments) -> tuple[Trajectory, ...]:
-    """Read `--trajectories`, check every line against the model, and apply `--temperature`.
+    """Read `--trajectories` (with routes, where they are replayed), check every line, and apply `--temperature`.
 
     Raises TrajectoryError at the first line that cannot be used, ValueError where there is no file.
     """
-    trajectories = read_trajectories(args.trajectories, vocab_size=args.vocab_size, max_positions=args.seq_length)
+    trajectories = read_trajectories(
+        args.trajectories,
+        vocab_size=args.vocab_size,
+        max_positions=args.seq_length,
+        routes=args.routing_replay == RoutingReplay.ROLLOUT.value,
+    )
     return with_temperature(trajectories, args.temperature)
 
 

@@ -24,11 +24,14 @@ from megatron.prefixflow.arguments import (
     plan_config,
     scheduler_options,
     startup_lines,
+    transformer_config,
 )
 from megatron.prefixflow.calibration import check_calibration
 from megatron.prefixflow.configs import has_transformer_engine
 from megatron.prefixflow.data import group_batches, load_trajectories
 from megatron.prefixflow.device import torch_device
+from megatron.prefixflow.router import has_router_terms
+from megatron.prefixflow.routing import RoutingReplay, check_routes
 from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import build_plan
 from prefixflow.runtime.attention.kernels import AttentionKernel, select_kernel
@@ -143,6 +146,8 @@ def _check_trajectories(args: Arguments, layout: ParallelLayout, trajectories: S
                     f"--tis-cap needs rollout_logprobs, and trajectory {trajectory.id!r} of {args.trajectories} "
                     "brings none. Leave --tis-cap out, or write them into the file."
                 )
+    if args.routing_replay == RoutingReplay.ROLLOUT.value:
+        check_routes({t.id: t.routes for t in trajectories if t.routes is not None}, transformer_config(args))
     # Without reuse a trajectory longer than the token budget has no plan, so the longest one tells.
     longest = max(trajectories, key=len)
     build_plan([longest], plan_config(args, layout))
@@ -151,6 +156,10 @@ def _check_trajectories(args: Arguments, layout: ParallelLayout, trajectories: S
 def _data_warnings(args: Arguments, trajectories: Sequence[Trajectory]) -> Iterator[str]:
     if not any(t.num_trained for t in trajectories):
         yield f"no token of {args.trajectories} is trained: all gradients will be zero."
+    if args.skip_zero_advantage and has_router_terms(transformer_config(args)):
+        yield "--skip-zero-advantage has no effect: the routers' losses or biases need every trajectory."
+    if args.routing_replay != RoutingReplay.OFF.value and args.num_experts is None:
+        yield f"--routing-replay {args.routing_replay} has no effect: the model has no experts."
     size = args.global_batch_size
     if size is not None and size > len(trajectories):
         yield (

@@ -19,8 +19,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.prefixflow.routing import RouterTotals
 from prefixflow.plan.plan import Plan
 from prefixflow.runtime.loss import LossTerms
+from prefixflow.runtime.router_losses import RouterLossConfig
 from prefixflow.schedule.ops import Kind, Op
 from prefixflow.trajectories.types import Trajectory
 
@@ -31,7 +33,10 @@ class StepMetrics:
 
     step counts optimizer steps from 1. kl and entropy are means over the trained tokens that were scored, clip_fraction
     over all trained tokens of the batch, reward_mean over trajectories that bring a reward. logical_tokens leave out what
-    `--skip-zero-advantage` does not run; tokens_per_s counts logical tokens.
+    `--skip-zero-advantage` does not run; tokens_per_s counts logical tokens. load_balancing_loss and z_loss are means over
+    layers with experts and over trajectories, without coefficients; loss does not contain them. routes_replayed and
+    routes_native count computed positions times those layers; route_mismatch is the share of shared positions whose
+    trajectories bring different routes.
     """
 
     step: int
@@ -54,6 +59,10 @@ class StepMetrics:
     tokens_per_s: float
     peak_bytes: int
     peak_bytes_predicted: int | None
+    load_balancing_loss: float | None
+    z_loss: float | None
+    routes_replayed: int | None
+    routes_native: int | None
     route_mismatch: float | None
     fallback: int
 
@@ -128,11 +137,31 @@ class RankSums:
     computed_tokens: float = 0.0
     forward_s: float = 0.0
     backward_s: float = 0.0
+    load_balancing: float = 0.0
+    z: float = 0.0
+    routes_replayed: float = 0.0
+    routes_native: float = 0.0
 
     @classmethod
-    def of(cls, terms: LossTerms | None, num_computed_tokens: int, times: OpTimes, *, is_counted: bool) -> RankSums:
-        """is_counted: False on tensor-parallel copies and on stages that do not score; they add their times only."""
-        sums = cls(forward_s=times.forward_s, backward_s=times.backward_s)
+    def of(
+        cls,
+        terms: LossTerms | None,
+        num_computed_tokens: int,
+        times: OpTimes,
+        routers: RouterTotals,
+        *,
+        is_counted: bool,
+    ) -> RankSums:
+        """is_counted: False on tensor-parallel copies and on stages that do not score; they add their times and their
+        routers' totals only, since no two ranks route the same positions in the same layer."""
+        sums = cls(
+            forward_s=times.forward_s,
+            backward_s=times.backward_s,
+            load_balancing=routers.load_balancing or 0.0,
+            z=routers.z or 0.0,
+            routes_replayed=routers.routes_replayed,
+            routes_native=routers.routes_native,
+        )
         if not is_counted:
             return sums
         sums = dataclasses.replace(sums, computed_tokens=float(num_computed_tokens))
@@ -174,8 +203,22 @@ class UpdateFacts:
     peak_bytes: int
 
 
-def step_metrics(facts: UpdateFacts, sums: RankSums, plan: Plan, trajectories: Sequence[Trajectory]) -> StepMetrics:
-    """Join the reduced sums of a step with what every rank knows."""
+@dataclass(frozen=True, slots=True)
+class RouterFacts:
+    """Layers with experts in the whole model, and the losses of their routers."""
+
+    num_layers: int
+    losses: RouterLossConfig
+
+
+def step_metrics(
+    facts: UpdateFacts,
+    sums: RankSums,
+    plan: Plan,
+    trajectories: Sequence[Trajectory],
+    routers: RouterFacts | None = None,
+) -> StepMetrics:
+    """Join the reduced sums of a step with what every rank knows; `routers` is None in a model without experts."""
     rewards = [t.reward for t in trajectories if t.reward is not None]
     num_trained = sum(t.num_trained for t in trajectories)
     logical, computed = plan.forest.logical_tokens, round(sums.computed_tokens)
@@ -200,7 +243,13 @@ def step_metrics(facts: UpdateFacts, sums: RankSums, plan: Plan, trajectories: S
         tokens_per_s=logical / facts.time_s,
         peak_bytes=facts.peak_bytes,
         peak_bytes_predicted=None,
-        route_mismatch=None,
+        load_balancing_loss=_ratio(sums.load_balancing, routers.num_layers * routers.losses.load_balancing)
+        if routers
+        else None,
+        z_loss=_ratio(sums.z, routers.num_layers * routers.losses.z) if routers else None,
+        routes_replayed=round(sums.routes_replayed) if routers else None,
+        routes_native=round(sums.routes_native) if routers else None,
+        route_mismatch=None if plan.route_report is None else plan.route_report.rate,
         fallback=plan.num_fallback_groups,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -203,15 +203,15 @@ def moe_layer_numbers(config: TransformerConfig) -> tuple[int, ...]:
     return tuple(i + 1 for i, is_moe in enumerate(has_experts) if is_moe)
 
 
-def check_routes(routes: Sequence[np.ndarray], config: TransformerConfig) -> None:
-    """Routes [n-1, moe layers, top-k] of trajectories must fit the model.
+def check_routes(routes: Mapping[str, np.ndarray], config: TransformerConfig) -> None:
+    """Routes [n-1, moe layers, top-k] by trajectory id must fit the model.
 
     Raises:
-        ValueError: names the first trajectory (by its place in the batch) whose shape, expert ids or duplicates do not.
+        ValueError: names the first trajectory whose shape, expert ids or rows do not.
     """
     expected = (len(moe_layer_numbers(config)), config.moe_router_topk)
-    for index, rows in enumerate(routes):
-        where = f"routes of trajectory {index} of the batch"
+    for name, rows in routes.items():
+        where = f"routes of trajectory {name!r}"
         if rows.shape[1:] != expected:
             raise ValueError(
                 f"{where}: expected [positions, {expected[0]} layers with experts, top-{expected[1]}], got "
@@ -225,3 +225,5 @@ def check_routes(routes: Sequence[np.ndarray], config: TransformerConfig) -> Non
         ordered = np.sort(rows, axis=-1)
         if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
             raise ValueError(f"{where}: expected top-k different experts, got one twice in a row. Check the rollout.")
+        if ((ordered[..., 0] < 0) & (ordered[..., -1] >= 0)).any():
+            raise ValueError(f"{where}: expected rows that are known or all -1, got one that is known in part.")

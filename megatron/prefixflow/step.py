@@ -11,6 +11,7 @@ import torch
 
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.overlap import EarlyReduction
+from megatron.prefixflow.router import has_router_terms
 from megatron.prefixflow.routing import (
     RouterTotals,
     RouteStore,
@@ -20,6 +21,7 @@ from megatron.prefixflow.routing import (
     router_totals,
 )
 from megatron.prefixflow.stage import StageRunner, Workload
+from prefixflow.forest import Forest
 from prefixflow.plan.microbatch import Microbatch
 from prefixflow.plan.plan import Plan
 from prefixflow.runtime.attention.kernels import AttentionKernel
@@ -147,7 +149,7 @@ class StepRunner:
         store: RouteStore | None,
     ) -> None:
         microbatches = plan.ranks[self.groups.data_rank]
-        workload = Workload(plan.forest, microbatches, trajectories, self._routes(plan))
+        workload = Workload(plan.forest, microbatches, trajectories, self._routes(plan, trajectories))
         routing = self._routing(plan, training=training, store=store)
         position, num_ranks = self.groups.pipeline_rank, self.groups.pipeline.size()
         stages = {}
@@ -171,22 +173,24 @@ class StepRunner:
         self.num_bytes_sent = links.num_bytes_sent if links is not None else 0
         self.router_totals = router_totals(routing)
 
-    def _routes(self, plan: Plan) -> Sequence[np.ndarray] | None:
+    def _routes(self, plan: Plan, trajectories: Sequence[Trajectory]) -> Sequence[np.ndarray] | None:
         """What each trajectory's positions are routed to, in a replay of the rollout."""
         if self.routing_replay is not RoutingReplay.ROLLOUT:
             return None
         if plan.routes is None:
             raise ValueError(
-                "Routing replay of the rollout needs routes: expected trajectories with routes, got none. Put them beside "
-                "the trajectory file (a.jsonl: a.routes.safetensors), or replay what was recorded."
+                "Routing replay of the rollout needs a plan with routes, got one without: set route_mismatch in its PlanConfig."
             )
-        check_routes(plan.routes, self.chunks[0].config)
+        check_routes({t.id: r for t, r in zip(trajectories, plan.routes, strict=True)}, self.chunks[0].config)
         return plan.routes
 
     def _routing(self, plan: Plan, *, training: bool, store: RouteStore | None) -> list[StageRouting]:
         """One for each chunk; none in a model without experts."""
-        if self.chunks[0].config.num_moe_experts is None:
+        config = self.chunks[0].config
+        if config.num_moe_experts is None:
             return []
+        if training and has_router_terms(config):
+            self._refuse_omitted(plan.forest)
         keeps = store is not None and self.routing_replay is not RoutingReplay.OFF
         return [
             StageRouting(
@@ -204,6 +208,15 @@ class StepRunner:
             return self.observe
         reduction = self.reduction.during(row)
         return reduction if self.observe is None else together(self.observe, reduction)
+
+    def _refuse_omitted(self, forest: Forest) -> None:
+        """Every position has a part in a router's losses and counts."""
+        left_out = [i for i in sorted(forest.omitted) if forest.lengths[i] > 0]
+        if left_out:
+            raise ValueError(
+                f"The plan leaves out trajectories {left_out}, but the routers have losses or biases, to which every "
+                "trajectory adds. Plan without omitting any (without --skip-zero-advantage)."
+            )
 
     def _links(self, row: Sequence[Op], microbatches: Sequence[Microbatch]) -> Links:
         config = self.chunks[0].config

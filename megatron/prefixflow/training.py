@@ -59,6 +59,7 @@ from megatron.prefixflow.job import Job, prepare
 from megatron.prefixflow.metrics import (
     OpTimes,
     RankSums,
+    RouterFacts,
     StepMetrics,
     UpdateFacts,
     append_metrics,
@@ -68,6 +69,8 @@ from megatron.prefixflow.metrics import (
 from megatron.prefixflow.model import build_model, wrap_data_parallel
 from megatron.prefixflow.overlap import EarlyReduction
 from megatron.prefixflow.planning import plan_step
+from megatron.prefixflow.router import has_router_terms, router_loss_config
+from megatron.prefixflow.routing import RouteStore, RoutingReplay, moe_layer_numbers
 from megatron.prefixflow.session import start_session
 from megatron.prefixflow.step import StepRunner, complete_logprobs, spread_logprobs
 from prefixflow.plan.calibrate import Measurement
@@ -172,10 +175,14 @@ def _process_group(args: Arguments | None) -> Iterator[bool]:
 
 @dataclass(frozen=True, slots=True)
 class BatchWork:
-    """One batch with its plan; log-probabilities that the loss needs and the file lacks are filled in."""
+    """One batch with its plan; log-probabilities that the loss needs and the file lacks are filled in.
+
+    routes: that the first update took, for the later ones; None where there is only one.
+    """
 
     plan: Plan
     trajectories: tuple[Trajectory, ...]
+    routes: RouteStore | None
 
     def keep_old_logprobs(self, objective: Objective) -> BatchWork:
         """The work of the next update on this batch: the policy that the first update has seen is its old policy.
@@ -192,14 +199,15 @@ class BatchWork:
 
 @dataclass(slots=True)
 class FrozenWeights:
-    """A copy of a model's weights at one time: the reference policy."""
+    """A copy of a model's weights, routers' biases among them, at one time: the reference policy."""
 
-    parameters: list[torch.nn.Parameter]
+    parameters: list[torch.Tensor]
     values: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, chunks: Sequence[torch.nn.Module]) -> FrozenWeights:
-        parameters = [p for chunk in chunks for p in chunk.parameters()]
+        parameters: list[torch.Tensor] = [p for chunk in chunks for p in chunk.parameters()]
+        parameters += [b for chunk in chunks for name, b in chunk.named_buffers() if name.endswith(".expert_bias")]
         return cls(parameters, [p.detach().clone() for p in parameters])
 
     @contextlib.contextmanager
@@ -235,6 +243,7 @@ class Scorer:
             job.kernel,
             vocab_size=args.vocab_size,
             max_response_tokens=args.max_response_length,
+            routing_replay=RoutingReplay(args.routing_replay),
         )
 
     def _load(self, folder: str) -> None:
@@ -252,6 +261,7 @@ class Scorer:
 
     def plan(self, trajectories: Sequence[Trajectory], *, skip_zero_advantage: bool) -> Plan:
         config = plan_config(self.job.args, self.job.layout)
+        skip_zero_advantage &= not has_router_terms(self.chunks[0].config)
         return plan_step(trajectories, config, self.loss, skip_zero_advantage=skip_zero_advantage)
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
@@ -348,21 +358,22 @@ class Trainer(Scorer):
             objective.terms,
             num_computed_tokens,
             times,
+            self.runner.router_totals,
             is_counted=self.is_counted,
         ).reduce(self.device)
         # The reduction above has waited for every rank and every device.
         seconds, peak = largest([time.perf_counter() - begin, torch.cuda.max_memory_allocated()], self.device)
         facts = UpdateFacts(self.num_steps, norm, lr, seconds, round(peak))
-        return step_metrics(facts, sums, work.plan, work.trajectories)
+        return step_metrics(facts, sums, work.plan, work.trajectories, self._router_facts())
 
     def _forward_backward(self, work: BatchWork) -> Objective:
         """Forward and backward of the step; its operations are measured where `--calibrate` has still to write its file."""
         if not self.calibrates:
-            return self.runner.forward_backward(work.plan, work.trajectories, self.loss)
+            return self.runner.forward_backward(work.plan, work.trajectories, self.loss, routes=work.routes)
         timer = OperationTimer(work.plan, self.groups.data_rank, work.trajectories)
         assert self.runner.observe is not None
         self.runner.observe = together(self.runner.observe, timer)
-        objective = self.runner.forward_backward(work.plan, work.trajectories, self.loss)
+        objective = self.runner.forward_backward(work.plan, work.trajectories, self.loss, routes=work.routes)
         if self.num_steps == 1:
             # The first step pays for what is done once; it counts only where there is no other.
             self.measurements.clear()
@@ -387,7 +398,14 @@ class Trainer(Scorer):
         trajectories = self.batches[place.batch]
         plan = self.plan(trajectories, skip_zero_advantage=self.job.args.skip_zero_advantage)
         self._warn_unshared(plan)
-        return BatchWork(plan, self._completed(plan, trajectories))
+        routes = RouteStore() if self.job.args.updates_per_batch > 1 else None
+        return BatchWork(plan, self._completed(plan, trajectories), routes)
+
+    def _router_facts(self) -> RouterFacts | None:
+        config = self.chunks[0].config
+        if config.num_moe_experts is None:
+            return None
+        return RouterFacts(len(moe_layer_numbers(config)), router_loss_config(config))
 
     def _warn_unshared(self, plan: Plan) -> None:
         if self.job.args.prefix_reuse == "on" and not plan.forest.num_shared_segments:

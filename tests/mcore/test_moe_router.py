@@ -6,7 +6,7 @@ with its own auxiliary losses, counts and replay hook; nothing of `megatron.pref
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,12 +23,22 @@ from megatron.prefixflow.configs import cpu_safe
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.model import build_model
 from megatron.prefixflow.reference import Reference, build_reference_model
-from megatron.prefixflow.router import RoutingContext, SegmentRouter
-from megatron.prefixflow.routing import RouteStore, RouterTotals, RoutingReplay, StageRouting
+from megatron.prefixflow.router import SegmentRouter, TopKChoice, check_router
+from megatron.prefixflow.routing import (
+    RouterTotals,
+    RouteStore,
+    RoutingReplay,
+    StageRouting,
+    check_routes,
+    moe_layer_numbers,
+)
 from megatron.prefixflow.session import start_session
 from megatron.prefixflow.step import StepRunner
+from prefixflow.forest import RouteMismatch
+from prefixflow.plan.batch import microbatch_arrays
 from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import Plan, PlanConfig, build_plan
+from prefixflow.runtime.attention.function import Operation
 from prefixflow.runtime.attention.kernels import select_kernel
 from prefixflow.runtime.loss import LossConfig
 from prefixflow.runtime.router_losses import RouterLosses
@@ -55,6 +65,7 @@ class Case:
     config: Mapping[str, Any] = field(default_factory=dict)
     shipped: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int = 16
+    token_multiple: int = 1
     routes: float | None = None
     mutant: Callable[[], None] | None = None
 
@@ -155,41 +166,52 @@ class GivenRoutes:
         return scores.gather(1, indices), indices
 
 
-class DenseSide:
-    """Megatron's model and router; gradients and counters of one step."""
+class DenseReference(Reference):
+    """Each trajectory by Megatron's model and routers, with its own routes where there are some."""
 
-    def __init__(self, model: GPTModel, batch: Sequence[Trajectory], loss: LossConfig) -> None:
-        self.model, self.batch = model, batch
+    routes: Mapping[str, np.ndarray] = {}
+
+    def _score(self, trajectory: Trajectory) -> Any:
+        routers = [m for m in self.model.modules() if isinstance(m, TopKRouter)]
+        for place, router in enumerate(routers if self.routes else ()):
+            router.router_replay = GivenRoutes(self.routes[trajectory.id][:, place])
+        return super()._score(trajectory)
+
+
+class DenseSide:
+    """Gradients and counters of a step without sharing."""
+
+    def __init__(
+        self, model: GPTModel, batch: Sequence[Trajectory], loss: LossConfig, routes: Mapping[str, np.ndarray]
+    ) -> None:
+        self.batch = batch
         self.routers = [m for m in model.modules() if isinstance(m, TopKRouter)]
-        self.reference = Reference(model, loss)
+        self.reference = DenseReference(model, loss)
+        self.reference.routes = routes
 
     def step(self) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
         for router in self.routers:
             if router.local_tokens_per_expert is not None:
                 router.local_tokens_per_expert.zero_()
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0 / len(self.batch)))
-        score = self.reference._score
-        self.reference._score = lambda trajectory: (self._replay(trajectory), score(trajectory))[1]
-        made = self.reference.step(self.batch)
-        self.reference._score = score
-        return made.grads, counts_of(self.routers)
-
-    def _replay(self, trajectory: Trajectory) -> None:
-        if trajectory.routes is not None:
-            for place, router in enumerate(self.routers):
-                router.router_replay = GivenRoutes(trajectory.routes[:, place])
+        return self.reference.step(self.batch).grads, counts_of(self.routers)
 
 
 class SharedSide:
     """The shipped model, plan and router."""
 
-    def __init__(self, model: GPTModel, groups: Groups, batch: Sequence[Trajectory], loss: LossConfig, case: Case) -> None:
+    def __init__(
+        self, model: GPTModel, groups: Groups, batch: Sequence[Trajectory], loss: LossConfig, case: Case
+    ) -> None:
         self.model, self.batch, self.loss = model, batch, loss
-        self.plan = build_plan(batch, PlanConfig(max_tokens_per_microbatch=case.max_tokens))
-        replay = RoutingReplay.OFF
-        if case.routes is not None:
-            self.plan = replace(self.plan, routes=tuple(t.routes for t in batch))
-            replay = RoutingReplay.ROLLOUT
+        mismatch = None if case.routes is None else RouteMismatch.EXACT
+        self.plan = build_plan(
+            batch,
+            PlanConfig(
+                max_tokens_per_microbatch=case.max_tokens, token_multiple=case.token_multiple, route_mismatch=mismatch
+            ),
+        )
+        replay = RoutingReplay.OFF if case.routes is None else RoutingReplay.ROLLOUT
         kernel = select_kernel("auto", torch.device("cpu"))
         self.runner = StepRunner([model], groups, kernel, vocab_size=VOCAB_SIZE, routing_replay=replay)
 
@@ -225,9 +247,12 @@ def run_case(case: Case) -> Outcome:
     spread_biases(dense)
     (shared,) = build_model(model_config(**{**case.config, **case.shipped}), groups, **gpt_kwargs())
     missing, unexpected = shared.load_state_dict(dense.state_dict(), strict=False)
-    assert not unexpected and not [m for m in missing if "extra_state" not in m], (missing, unexpected)
+    assert not unexpected, unexpected
+    assert all("extra_state" in name for name in missing), missing
     loss, trajectories = LossConfig.of("grpo"), batch(case.routes)
-    dense_side, shared_side = DenseSide(dense, trajectories, loss), SharedSide(shared, groups, trajectories, loss, case)
+    shared_side = SharedSide(shared, groups, trajectories, loss, case)
+    routes = {t.id: rows for t, rows in zip(trajectories, shared_side.plan.routes or (), strict=False)}
+    dense_side = DenseSide(dense, trajectories, loss, routes)
     if case.mutant is not None:
         case.mutant()
     try:
@@ -246,7 +271,9 @@ def run_case(case: Case) -> Outcome:
             errors[name] = max(errors.get(name, 0.0), error)
     runner = shared_side.runner
     plan = shared_side.plan
-    return Outcome(errors, (counts, shared_counts), runner.router_totals, plan.forest.computed_tokens, len(plan.ranks[0]))
+    return Outcome(
+        errors, (counts, shared_counts), runner.router_totals, plan.forest.computed_tokens, len(plan.ranks[0])
+    )
 
 
 def spread_biases(model: GPTModel) -> None:
@@ -298,3 +325,273 @@ def test_gradients_and_counts_equal_megatrons(worlds: Worlds, name):
     assert bool(totals.routes_native) == (case.routes != 1.0)
     assert (totals.load_balancing is None) == ("moe_aux_loss_coeff" not in case.config)
     assert (totals.z is None) == ("moe_z_loss_coeff" not in case.config)
+
+
+# Faults, each of which moves a number of this file.
+
+
+def replay_is_first_in_first_out() -> None:
+    """A recomputation takes the routes that have waited longest, as in the usual replay queues."""
+    queues: dict[int, list[torch.Tensor]] = {}
+    choice = SegmentRouter._choice
+
+    def mutant(self, context, layer):
+        if context.operation is not Operation.BACKWARD:
+            return choice(self, context, layer)
+        taken = queues[layer].pop(0)
+        rows = torch.arange(len(context.segment_of)) % len(taken)
+        return TopKChoice(taken[rows].long(), is_complete=True)
+
+    forward = SegmentRouter.forward
+
+    def recording(self, input, padding_mask=None):
+        made = forward(self, input, padding_mask)
+        if self.context.operation is Operation.FORWARD:
+            queues.setdefault(self.layer_number, []).append(self.context.chosen[self.layer_number])
+        return made
+
+    patch(SegmentRouter, "_choice", mutant)
+    patch(SegmentRouter, "forward", recording)
+
+
+def prefix_counts_taken_once() -> None:
+    """A shared segment has the gradient of one of its trajectories."""
+
+    def mutant(self, segment):
+        made = original(self, segment)
+        return made / len(self.forest.segments[segment].members)
+
+    original = RouterLosses._member_weight
+    patch(RouterLosses, "_member_weight", mutant)
+
+
+def prefix_has_no_share() -> None:
+    """The auxiliary loss does not reach shared positions."""
+    gradients = RouterLosses.score_gradients
+
+    def mutant(self, segments):
+        made = gradients(self, segments)
+        made[[self.forest.segments[s].is_shared for s in segments]] = 0
+        return made
+
+    patch(RouterLosses, "score_gradients", mutant)
+
+
+def shared_z_loss_counts_once() -> None:
+    gradients = RouterLosses.z_gradients
+    patch(RouterLosses, "z_gradients", lambda self, weight: gradients(self, weight.clamp(max=1 / 20)))
+
+
+def recomputation_counts_again() -> None:
+    running = StageRouting.running
+
+    @contextlib.contextmanager
+    def mutant(self, context, operation):
+        with running(self, context, operation):
+            if operation is Operation.BACKWARD:
+                for router in self.routers:
+                    chosen = torch.nn.functional.one_hot(context.chosen[router.layer_number].long(), NUM_EXPERTS).sum(1)
+                    router.local_tokens_per_expert += (chosen * context.multiplicity[:, None]).sum(0)
+            yield
+
+    patch(StageRouting, "running", mutant)
+
+
+def shared_positions_count_once() -> None:
+    context = StageRouting.context
+
+    def mutant(self, microbatch, arrays):
+        return context(self, microbatch, replace(arrays, multiplicity=(arrays.multiplicity > 0).astype(np.int64)))
+
+    patch(StageRouting, "context", mutant)
+
+
+def padding_counts() -> None:
+    context = StageRouting.context
+
+    def mutant(self, microbatch, arrays):
+        return context(self, microbatch, replace(arrays, multiplicity=arrays.multiplicity.clip(min=1)))
+
+    patch(StageRouting, "context", mutant)
+
+
+def unknown_routes_are_expert_0() -> None:
+    given = StageRouting._given
+    patch(StageRouting, "_given", lambda self, r: given(self, np.where(r < 0, np.arange(TOPK), r)))
+
+
+def routes_of_the_next_layer() -> None:
+    given = StageRouting._given
+    patch(StageRouting, "_given", lambda self, routes: given(self, routes[:, ::-1]))
+
+
+LOSSES = {**AUX, "moe_z_loss_coeff": 0.1}
+GRADIENT_MUTANTS: dict[Callable[[], None], Case] = {
+    replay_is_first_in_first_out: Case(LOSSES, FULL),
+    prefix_counts_taken_once: Case(AUX),
+    prefix_has_no_share: Case(AUX),
+    shared_z_loss_counts_once: Case({"moe_z_loss_coeff": 0.1}),
+    unknown_routes_are_expert_0: Case(routes=0.6),
+    routes_of_the_next_layer: Case(routes=1.0),
+}
+COUNT_MUTANTS: dict[Callable[[], None], Case] = {
+    recomputation_counts_again: Case(BIAS, FULL),
+    shared_positions_count_once: Case(BIAS),
+    padding_counts: Case(BIAS, token_multiple=8),
+}
+
+
+def test_padding_changes_nothing(worlds: Worlds):
+    case = Case({**BIAS, **AUX, "moe_z_loss_coeff": 0.1}, token_multiple=8)
+    (outcome,) = worlds[1].run(run_case, case)
+    assert outcome.worst < LIMIT, outcome.errors
+    assert outcome.counts[0] == outcome.counts[1]
+
+
+@pytest.mark.parametrize("mutant", GRADIENT_MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_fault_moves_router_gradients(worlds: Worlds, mutant):
+    (outcome,) = worlds[1].run(run_case, replace(GRADIENT_MUTANTS[mutant], mutant=mutant))
+    assert outcome.worst_router > 1e-2
+
+
+@pytest.mark.parametrize("mutant", COUNT_MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_fault_moves_counts(worlds: Worlds, mutant):
+    (outcome,) = worlds[1].run(run_case, replace(COUNT_MUTANTS[mutant], mutant=mutant))
+    dense, shared = outcome.counts
+    assert dense != shared
+
+
+# Routes kept from pass to pass, and guards.
+
+
+def run_kept(replay: RoutingReplay) -> dict[str, Any]:
+    """A scoring pass, a change of the routers, then two training passes over the same plan and store."""
+    groups = start_session(ParallelLayout(), seed=1)
+    (model,) = build_model(model_config(**BIAS), groups, **gpt_kwargs())
+    trajectories = batch()
+    plan = build_plan(trajectories, PlanConfig(max_tokens_per_microbatch=16))
+    kernel = select_kernel("auto", torch.device("cpu"))
+    runner = StepRunner([model], groups, kernel, vocab_size=VOCAB_SIZE, routing_replay=replay)
+    store, totals, taken = RouteStore(), [], []
+    routers = [m for m in model.modules() if isinstance(m, SegmentRouter)]
+    for turn in range(3):
+        if turn == 0:
+            runner.score(plan, trajectories, routes=store)
+        else:
+            runner.forward_backward(plan, trajectories, LossConfig.of("grpo"), routes=store)
+            taken.append(counts_of(routers))
+        totals.append((runner.router_totals.routes_replayed, runner.router_totals.routes_native))
+        for router in routers:
+            router.local_tokens_per_expert.zero_()
+            router.expert_bias.copy_(torch.linspace(0, turn + 1, NUM_EXPERTS))
+    try:
+        runner.score(build_plan(trajectories, PlanConfig(max_tokens_per_microbatch=30)), trajectories, routes=store)
+        other_plan = ""
+    except ValueError as error:
+        other_plan = str(error)
+    return {"totals": totals, "taken": taken, "num": 2 * plan.forest.computed_tokens, "other plan": other_plan}
+
+
+def test_recorded_routes_hold_from_pass_to_pass(worlds: Worlds):
+    (got,) = worlds[1].run(run_kept, RoutingReplay.RECORD)
+    num = got["num"]
+    assert got["totals"] == [(0, num), (num, 0), (num, 0)]
+    assert got["taken"][0] == got["taken"][1]
+    assert "expected the same plan" in got["other plan"]
+
+
+def test_without_replay_nothing_is_kept(worlds: Worlds):
+    (got,) = worlds[1].run(run_kept, RoutingReplay.OFF)
+    assert got["totals"] == [(0, got["num"])] * 3
+    assert got["taken"][0] != got["taken"][1]
+    assert not got["other plan"]
+
+
+def error_of(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except (ValueError, AssertionError) as error:
+        return str(error)
+    return ""
+
+
+def run_guards() -> dict[str, str]:
+    groups = start_session(ParallelLayout(), seed=1)
+    (model,) = build_model(model_config(), groups, **gpt_kwargs())
+    router = next(m for m in model.modules() if isinstance(m, SegmentRouter))
+    forest = build_plan(batch(), PlanConfig(max_tokens_per_microbatch=16)).forest
+    plan = build_plan(batch(), PlanConfig(max_tokens_per_microbatch=16))
+    stage = StageRouting(model, forest, is_training=True, tp_group=groups.tensor)
+    microbatch = plan.ranks[0][0]
+    context = stage.context(microbatch, microbatch_arrays(forest, microbatch, batch()))
+
+    def uncalled() -> None:
+        with stage.running(context, Operation.FORWARD):
+            pass
+
+    def step(config: Mapping[str, Any], replay: RoutingReplay, plan: Plan) -> None:
+        (own,) = build_model(model_config(**config), groups, **gpt_kwargs())
+        kernel = select_kernel("auto", torch.device("cpu"))
+        runner = StepRunner([own], groups, kernel, vocab_size=VOCAB_SIZE, routing_replay=replay)
+        runner.forward_backward(plan, batch(), LossConfig.of("grpo"))
+
+    omitting = build_plan(batch(), PlanConfig(max_tokens_per_microbatch=16), omit=[1])
+    dense = build_reference_model(model_config(), **gpt_kwargs())
+    return {
+        "no context": error_of(lambda: router(torch.zeros(4, 1, 32, dtype=torch.float64))),
+        "uncalled": error_of(uncalled),
+        "context is taken off": str(router.context),
+        "orphan": error_of(lambda: StageRouting(dense, forest, is_training=True, tp_group=groups.tensor)),
+        "omitted": error_of(lambda: step(AUX, RoutingReplay.OFF, omitting)),
+        "no routes": error_of(lambda: step({}, RoutingReplay.ROLLOUT, plan)),
+        "sinkhorn": error_of(lambda: check_router(model_config(moe_router_load_balancing_type="sinkhorn"))),
+        "global": error_of(
+            lambda: check_router(model_config(**{**AUX, "moe_router_load_balancing_type": "global_aux_loss"}))
+        ),
+        "capacity": error_of(lambda: check_router(model_config(moe_expert_capacity_factor=1.0))),
+        "jitter": error_of(lambda: check_router(model_config(moe_input_jitter_eps=0.1))),
+        "fused": error_of(lambda: check_router(replace(model_config(), moe_router_fusion=True))),
+    }
+
+
+def test_guards(worlds: Worlds):
+    (errors,) = worlds[1].run(run_guards)
+    words = {
+        "no context": "The router of layer 1 was called without a routing context",
+        "uncalled": "were called (0, 0) times",
+        "context is taken off": "None",
+        "orphan": "is a TopKRouter, expected SegmentRouter",
+        "omitted": "The plan leaves out trajectories [1]",
+        "no routes": "needs a plan with routes",
+        "sinkhorn": "sinkhorn is not exact",
+        "global": "global_aux_loss is not exact",
+        "capacity": "moe_expert_capacity_factor is not exact",
+        "jitter": "moe_input_jitter_eps is not exact",
+        "fused": "moe_router_fusion is not exact",
+    }
+    assert errors.keys() == words.keys()
+    for name, expected in words.items():
+        assert expected in errors[name], (name, errors[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda rows: rows[:, :1], "expected [positions, 2 layers with experts, top-2], got [5, 1, 2]"),
+        (lambda rows: np.where(rows == 0, NUM_EXPERTS, rows), "expected expert ids in -1 (unknown) to 7"),
+        (lambda rows: np.where(rows == 1, 0, rows), "got one twice in a row"),
+        (lambda rows: np.where(rows == 1, -1, rows), "got one that is known in part"),
+    ],
+)
+def test_routes_that_do_not_fit_are_refused(change, words):
+    rows = np.broadcast_to(np.arange(TOPK), (5, 2, TOPK))
+    check_routes({"a": rows, "b": np.full((5, 2, TOPK), -1)}, model_config())
+    with pytest.raises(ValueError, match="routes of trajectory 'b'") as caught:
+        check_routes({"a": rows, "b": change(rows)}, model_config())
+    assert words in str(caught.value)
+
+
+def test_layers_with_experts_are_numbered_over_all_stages():
+    assert moe_layer_numbers(model_config(num_layers=4, moe_layer_freq=2)) == (1, 3)
+    assert moe_layer_numbers(model_config(num_layers=4, moe_layer_freq=[0, 1, 1, 0])) == (2, 3)
+    assert moe_layer_numbers(model_config(num_moe_experts=None, moe_ffn_hidden_size=None)) == ()

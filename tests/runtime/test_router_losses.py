@@ -104,6 +104,7 @@ def delayed(problem: Problem, max_tokens: int) -> tuple[RouterLosses, Tensor]:
     problem.weights.grad = None
     for m in reversed(microbatches):
         roots[m.id].backward()
+    assert problem.weights.grad is not None
     return losses, problem.weights.grad
 
 
