@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron.prefixflow.arguments import Arguments
+from megatron.prefixflow.arguments import Arguments, shape_of
 from megatron.prefixflow.routing import RoutingReplay
 from prefixflow.trajectories.reader import read_trajectories
 from prefixflow.trajectories.types import Trajectory
@@ -42,11 +42,13 @@ def load_trajectories(args: Arguments) -> tuple[Trajectory, ...]:
 
     Raises TrajectoryError at the first line that cannot be used, ValueError where there is no file.
     """
+    replays = args.routing_replay == RoutingReplay.ROLLOUT.value and args.num_experts is not None
     trajectories = read_trajectories(
         args.trajectories,
         vocab_size=args.vocab_size,
         max_positions=args.seq_length,
-        routes=args.routing_replay == RoutingReplay.ROLLOUT.value,
+        routes=replays,
+        route_shape=shape_of(args).route_shape if replays else None,
     )
     return with_temperature(trajectories, args.temperature)
 

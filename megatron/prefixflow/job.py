@@ -31,7 +31,7 @@ from megatron.prefixflow.configs import has_transformer_engine
 from megatron.prefixflow.data import group_batches, load_trajectories
 from megatron.prefixflow.device import torch_device
 from megatron.prefixflow.router import has_router_terms
-from megatron.prefixflow.routing import RoutingReplay, check_routes
+from megatron.prefixflow.routing import RoutingReplay
 from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import build_plan
 from prefixflow.runtime.attention.kernels import AttentionKernel, select_kernel
@@ -146,8 +146,6 @@ def _check_trajectories(args: Arguments, layout: ParallelLayout, trajectories: S
                     f"--tis-cap needs rollout_logprobs, and trajectory {trajectory.id!r} of {args.trajectories} "
                     "brings none. Leave --tis-cap out, or write them into the file."
                 )
-    if args.routing_replay == RoutingReplay.ROLLOUT.value:
-        check_routes({t.id: t.routes for t in trajectories if t.routes is not None}, transformer_config(args))
     # Without reuse a trajectory longer than the token budget has no plan, so the longest one tells.
     longest = max(trajectories, key=len)
     build_plan([longest], plan_config(args, layout))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from prefixflow.plan.batch import MicrobatchArrays
 from prefixflow.plan.microbatch import Microbatch
 from prefixflow.runtime.attention.function import Operation
 from prefixflow.runtime.router_losses import RouterLosses
+from prefixflow.trajectories import RouteShape
 
 
 class RoutingReplay(enum.Enum):
@@ -203,27 +204,7 @@ def moe_layer_numbers(config: TransformerConfig) -> tuple[int, ...]:
     return tuple(i + 1 for i, is_moe in enumerate(has_experts) if is_moe)
 
 
-def check_routes(routes: Mapping[str, np.ndarray], config: TransformerConfig) -> None:
-    """Routes [n-1, moe layers, top-k] by trajectory id must fit the model.
-
-    Raises:
-        ValueError: names the first trajectory whose shape, expert ids or rows do not.
-    """
-    expected = (len(moe_layer_numbers(config)), config.moe_router_topk)
-    for name, rows in routes.items():
-        where = f"routes of trajectory {name!r}"
-        if rows.shape[1:] != expected:
-            raise ValueError(
-                f"{where}: expected [positions, {expected[0]} layers with experts, top-{expected[1]}], got "
-                f"{list(rows.shape)}. Take the rollout from the same model."
-            )
-        if rows.size and (rows.max() >= config.num_moe_experts or rows.min() < -1):
-            raise ValueError(
-                f"{where}: expected expert ids in -1 (unknown) to {config.num_moe_experts - 1}, got {rows.min()} to "
-                f"{rows.max()}. Take the rollout from the same model."
-            )
-        ordered = np.sort(rows, axis=-1)
-        if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
-            raise ValueError(f"{where}: expected top-k different experts, got one twice in a row. Check the rollout.")
-        if ((ordered[..., 0] < 0) & (ordered[..., -1] >= 0)).any():
-            raise ValueError(f"{where}: expected rows that are known or all -1, got one that is known in part.")
+def route_shape(config: TransformerConfig) -> RouteShape:
+    """What the routes of a rollout must look like."""
+    assert config.num_moe_experts is not None
+    return RouteShape(len(moe_layer_numbers(config)), config.moe_router_topk, config.num_moe_experts)

@@ -17,7 +17,7 @@ from megatron.prefixflow.routing import (
     RouteStore,
     RoutingReplay,
     StageRouting,
-    check_routes,
+    route_shape,
     router_totals,
 )
 from megatron.prefixflow.stage import StageRunner, Workload
@@ -33,7 +33,7 @@ from prefixflow.runtime.objective import Objective, logical_normalizer
 from prefixflow.runtime.trace import together
 from prefixflow.schedule.ops import Op
 from prefixflow.schedule.search import rank_table
-from prefixflow.trajectories.types import Trajectory
+from prefixflow.trajectories.types import Trajectory, check_routes
 
 
 def rank_trajectories(plan: Plan, data_rank: int) -> tuple[int, ...]:
@@ -175,13 +175,15 @@ class StepRunner:
 
     def _routes(self, plan: Plan, trajectories: Sequence[Trajectory]) -> Sequence[np.ndarray] | None:
         """What each trajectory's positions are routed to, in a replay of the rollout."""
-        if self.routing_replay is not RoutingReplay.ROLLOUT:
+        if self.routing_replay is not RoutingReplay.ROLLOUT or self.chunks[0].config.num_moe_experts is None:
             return None
         if plan.routes is None:
             raise ValueError(
                 "Routing replay of the rollout needs a plan with routes, got one without: set route_mismatch in its PlanConfig."
             )
-        check_routes({t.id: r for t, r in zip(trajectories, plan.routes, strict=True)}, self.chunks[0].config)
+        shape = route_shape(self.chunks[0].config)
+        for index in rank_trajectories(plan, self.groups.data_rank):
+            check_routes(trajectories[index], shape)
         return plan.routes
 
     def _routing(self, plan: Plan, *, training: bool, store: RouteStore | None) -> list[StageRouting]:
