@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
+from megatron.prefixflow.experts import is_expert
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.overlap import reduction_order
 
@@ -41,12 +42,13 @@ def gradient_norm(model: Sequence[DistributedDataParallel], groups: Groups) -> f
     so the sum runs over data-parallel ranks too.
     """
     device = next(model[0].parameters()).device
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in _owned_gradients(model, groups):
-        total += _square_sum(gradient)
-    dist.all_reduce(total, group=groups.model_parallel)
-    if model[0].ddp_config.use_distributed_optimizer:
-        dist.all_reduce(total, group=groups.data_context)
+    dense, experts = torch.zeros(2, dtype=torch.float64, device=device)
+    for parameter, gradient in _owned_gradients(model, groups):
+        (experts if is_expert(parameter) else dense).add_(_square_sum(gradient))
+    sharded = model[0].ddp_config.use_distributed_optimizer
+    total = _sum_over(dense, groups.model_parallel, groups.data_context if sharded else None)
+    if any(is_expert(parameter) for chunk in model for parameter in chunk.parameters()):
+        total += _sum_over(experts, groups.expert_model_parallel, groups.expert_data if sharded else None)
     return float(total.sqrt())
 
 
@@ -58,6 +60,13 @@ def clip_gradients(model: Sequence[DistributedDataParallel], max_norm: float, no
     for chunk in model:
         chunk.scale_gradients(factor)
     return factor
+
+
+def _sum_over(value: Tensor, *groups: dist.ProcessGroup | None) -> Tensor:
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(value, group=group)
+    return value
 
 
 def _square_sum(gradient: Tensor) -> Tensor:
@@ -75,27 +84,35 @@ def _square_sum(gradient: Tensor) -> Tensor:
     return torch.cat(norms).double().square().sum()
 
 
-def _owned_gradients(model: Sequence[DistributedDataParallel], groups: Groups) -> Iterator[Tensor]:
-    """Main gradients (or this rank's shard of them) of parameters that no other model-parallel rank counts."""
+def _owned_gradients(
+    model: Sequence[DistributedDataParallel], groups: Groups
+) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    """Parameters that no other model-parallel rank counts, with their main gradient (or this rank's shard of it)."""
     for chunk in model:
         shards = _shards(chunk, groups) if chunk.ddp_config.use_distributed_optimizer else None
         for parameter in chunk.parameters():
-            counted = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
-                parameter, groups.tensor
-            )
+            tensor = groups.expert_tensor if is_expert(parameter) else groups.tensor
+            counted = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, tensor)
             if not parameter.requires_grad or not counted:
                 continue
             if shards is None:
-                yield parameter.main_grad
+                yield parameter, parameter.main_grad
             elif (piece := shards.get(parameter)) is not None:
-                yield piece
+                yield parameter, piece
 
 
 def _shards(chunk: Any, groups: Groups) -> dict[torch.nn.Parameter, Tensor]:
     """The part of each parameter's gradient that the reduce-scatter left on this rank."""
-    size, rank = groups.data_context.size(), groups.data_context.rank()
+    return {
+        **_buffer_shards(chunk.buffers, groups.data_context),
+        **_buffer_shards(chunk.expert_parallel_buffers, groups.expert_data),
+    }
+
+
+def _buffer_shards(buffers: Sequence[Any], group: dist.ProcessGroup) -> dict[torch.nn.Parameter, Tensor]:
+    size, rank = group.size(), group.rank()
     shards: dict[torch.nn.Parameter, Tensor] = {}
-    for buffer in chunk.buffers:
+    for buffer in buffers:
         for bucket in buffer.buckets:
             length = bucket.grad_data.numel() // size
             low, high = rank * length, (rank + 1) * length

@@ -15,6 +15,8 @@ from prefixflow.runtime.links import Channel
 class Groups:
     """Groups of this rank. `model_parallel` is tensor x pipeline; `data_parallel` excludes context parallel ranks.
 
+    Experts regroup the ranks of a pipeline stage: `expert` holds different experts, `expert_tensor` shards of the same
+    ones, `expert_data` copies of a shard; `expert_model_parallel` is expert x expert tensor x pipeline.
     `channels` are the groups that pipeline messages travel on; empty without pipeline parallelism.
     """
 
@@ -23,6 +25,10 @@ class Groups:
     data_parallel: dist.ProcessGroup
     data_context: dist.ProcessGroup
     model_parallel: dist.ProcessGroup
+    expert: dist.ProcessGroup
+    expert_tensor: dist.ProcessGroup
+    expert_data: dist.ProcessGroup
+    expert_model_parallel: dist.ProcessGroup
     channels: Mapping[Channel, dist.ProcessGroup]
 
     @property
@@ -52,6 +58,10 @@ def current_groups() -> Groups:
         data_parallel=parallel_state.get_data_parallel_group(),
         data_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
         model_parallel=parallel_state.get_model_parallel_group(),
+        expert=parallel_state.get_expert_model_parallel_group(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
+        expert_data=parallel_state.get_expert_data_parallel_group(),
+        expert_model_parallel=parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
         channels=_channels(pipeline),
     )
 

@@ -10,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.prefixflow.experts import mark_expert_parameters
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.spec import block_spec
 
@@ -33,6 +34,7 @@ def build_model(config: TransformerConfig, groups: Groups, **gpt_kwargs: Any) ->
             vp_stage=vp_stage,
             **gpt_kwargs,
         )
+        mark_expert_parameters(model)
         chunks.append(model.to(config.params_dtype))
     return tuple(chunks)
 

@@ -16,7 +16,7 @@ import math
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ from megatron.prefixflow.reference import (
     reference_config,
 )
 from megatron.prefixflow.session import start_session
-from megatron.prefixflow.shards import full_gradients, load_full_parameters
+from megatron.prefixflow.shards import expert_biases, full_gradients, load_full_parameters
 from megatron.prefixflow.step import StepRunner, complete_logprobs
 from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import Plan, build_plan
@@ -198,7 +198,13 @@ def write_weights(case: Case, path: str) -> None:
             if parameter.dim() == 1:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.data += 0.1 * noise.to(parameter)
-    save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, path)
+    save_file({name: p.detach().contiguous() for name, p in _weights_of(model)}, path)
+
+
+def _weights_of(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the routers' biases, of the reference model."""
+    yield from model.named_parameters()
+    yield from expert_biases(model)
 
 
 def _reference_model(args: Arguments, dtype: torch.dtype) -> torch.nn.Module:
@@ -234,8 +240,8 @@ def run_reference(case: Case, weights: str, folder: str, dtype: torch.dtype) -> 
 def _load(model: torch.nn.Module, weights: str) -> None:
     stored = load_file(weights)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(stored[name])
+        for name, tensor in _weights_of(model):
+            tensor.copy_(stored[name])
 
 
 def _update_settings(args: Arguments, model: torch.nn.Module, norm: float) -> UpdateSettings:
@@ -268,7 +274,7 @@ def run_reuse(case: Case, weights: str, reference: SideFiles, setup: Callable[[]
     config = transformer_config(args)
     chunks = build_model(config, groups, **gpt_model_kwargs(args))
     full = load_file(weights)
-    load_full_parameters(chunks, full, rank=groups.tensor.rank(), size=parallel.tp, gated=config.gated_linear_unit)
+    load_full_parameters(chunks, full, groups, gated=config.gated_linear_unit)
     ddp = wrap_data_parallel(chunks, ddp_config(args))
     for chunk in ddp:
         chunk.broadcast_params()

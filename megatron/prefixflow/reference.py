@@ -199,6 +199,8 @@ def reference_config(config: Any) -> Any:
         config,
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=1,
         virtual_pipeline_model_parallel_size=None,
         num_layers_in_first_pipeline_stage=None,
         num_layers_in_last_pipeline_stage=None,

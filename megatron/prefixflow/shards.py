@@ -2,7 +2,8 @@
 
 Names are Megatron's, as in `GPTModel.state_dict()`. A sharded parameter has `tensor_model_parallel` and
 `partition_dim`. Two layouts need care: a gated MLP's first linear holds [gate; up] on every rank, and the vocabulary
-is padded to a multiple of the tensor-parallel size.
+is padded to a multiple of the tensor-parallel size. An expert is cut over expert tensor parallel ranks, and has the number
+that it has in the whole model in its name.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from megatron.prefixflow.experts import global_expert_name, is_expert, local_expert_numbers
 from megatron.prefixflow.groups import Groups
 
 VOCABULARY_PARAMETERS = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -51,40 +53,65 @@ def join_parameter(
 
 
 def load_full_parameters(
-    chunks: Sequence[torch.nn.Module], full: Mapping[str, Tensor], *, rank: int, size: int, gated: bool
+    chunks: Sequence[torch.nn.Module], full: Mapping[str, Tensor], groups: Groups, *, gated: bool
 ) -> None:
-    """Copy this rank's shards of `full` into `chunks`; every parameter must be there.
+    """Copy this rank's shards of `full` into `chunks`; every parameter, and the bias of every router, must be there.
 
     Raises ValueError naming a parameter that is missing or has another shape.
     """
     for chunk in chunks:
         for name, parameter in global_parameters(chunk):
-            if name not in full:
-                raise ValueError(f"Parameter {name!r} of the model is not among the given weights.")
-            shard = split_parameter(name, full[name], parameter, rank=rank, size=size, gated=gated)
+            group = _tensor_group(parameter, groups)
+            whole = _find(full, name)
+            shard = split_parameter(name, whole, parameter, rank=group.rank(), size=group.size(), gated=gated)
             if shard.shape != parameter.shape:
                 raise ValueError(
                     f"Parameter {name!r}: expected shape {tuple(parameter.shape)} on tensor-parallel rank "
-                    f"{rank} of {size}, got {tuple(shard.shape)}."
+                    f"{group.rank()} of {group.size()}, got {tuple(shard.shape)}."
                 )
             with torch.no_grad():
                 parameter.copy_(shard)
+        for name, bias in expert_biases(chunk):
+            bias.copy_(_find(full, name))
+
+
+def _find(full: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in full:
+        raise ValueError(f"Parameter {name!r} of the model is not among the given weights.")
+    return full[name]
+
+
+def _tensor_group(parameter: torch.nn.Parameter, groups: Groups) -> dist.ProcessGroup:
+    return groups.expert_tensor if is_expert(parameter) else groups.tensor
 
 
 def global_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters of a chunk under the names of the whole model.
 
-    Megatron numbers the layers of every chunk from 0, and keeps a copy of a tied embedding on the last stage.
+    Megatron numbers the layers of every chunk and the experts of every rank from 0, and keeps a copy of a tied embedding on
+    the last stage.
     """
-    numbers = {str(i): str(layer.layer_number - 1) for i, layer in enumerate(chunk.decoder.layers)}
+    experts = local_expert_numbers(chunk)
     tied_copy = chunk.share_embeddings_and_output_weights and not chunk.pre_process
     for name, parameter in chunk.named_parameters():
-        if name.startswith("decoder.layers."):
-            _, _, number, rest = name.split(".", 3)
-            name = f"decoder.layers.{numbers[number]}.{rest}"
-        elif tied_copy and name == "output_layer.weight":
-            name = "embedding.word_embeddings.weight"
-        yield name, parameter
+        if tied_copy and name == "output_layer.weight":
+            yield "embedding.word_embeddings.weight", parameter
+        else:
+            yield _global_layer_name(chunk, global_expert_name(name, experts)), parameter
+
+
+def expert_biases(chunk: Any) -> Iterator[tuple[str, Tensor]]:
+    """Biases of the routers of a chunk (buffers, float32 [experts]) under the names of the whole model."""
+    for name, buffer in chunk.named_buffers():
+        if name.endswith(".router.expert_bias"):
+            yield _global_layer_name(chunk, name), buffer
+
+
+def _global_layer_name(chunk: Any, name: str) -> str:
+    if not name.startswith("decoder.layers."):
+        return name
+    _, _, number, rest = name.split(".", 3)
+    return f"decoder.layers.{chunk.decoder.layers[int(number)].layer_number - 1}.{rest}"
 
 
 def _partition_dim(parameter: torch.nn.Parameter) -> int:
@@ -110,18 +137,29 @@ def full_gradients(
             _gather_buckets(chunk, groups)
         for name, parameter in global_parameters(chunk.module):
             gradient = parameter.main_grad.detach().clone()  # type: ignore[attr-defined]
-            shards = [torch.empty_like(gradient) for _ in range(groups.tensor.size())]
-            dist.all_gather(shards, gradient, group=groups.tensor)
+            group = _tensor_group(parameter, groups)
+            shards = [torch.empty_like(gradient) for _ in range(group.size())]
+            dist.all_gather(shards, gradient, group=group)
             mine[name] = join_parameter(name, shards, parameter, gated=gated, vocab_size=vocab_size).contiguous()
-    stages: list[dict[str, Tensor]] = [{}] * groups.pipeline.size()
-    dist.all_gather_object(stages, mine, group=groups.pipeline)
-    return {name: gradient for stage in stages for name, gradient in stage.items()}
+    experts = {name: gradient for name, gradient in mine.items() if ".mlp.experts." in name}
+    return _gather_names({**mine, **_gather_names(experts, groups.expert)}, groups.pipeline)
+
+
+def _gather_names(mine: dict[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    if group.size() == 1:
+        return mine
+    everyone: list[dict[str, Tensor]] = [{}] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return {name: tensor for part in everyone for name, tensor in part.items()}
 
 
 def _gather_buckets(chunk: DistributedDataParallel, groups: Groups) -> None:
-    for buffer in chunk.buffers:
-        for bucket in buffer.buckets:
-            length = bucket.grad_data.numel() // groups.data_context.size()
-            start = groups.data_context.rank() * length
+    for buffers, group in (
+        (chunk.buffers, groups.data_context),
+        (chunk.expert_parallel_buffers, groups.expert_data),
+    ):
+        for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+            length = bucket.grad_data.numel() // group.size()
+            start = group.rank() * length
             shard = bucket.grad_data[start : start + length].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, shard, group=groups.data_context)
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)

@@ -199,7 +199,7 @@ def load_and_gather(layout: str) -> float:
     groups = start_session(parallel_layout(args), args.seed)
     (model,) = build_model(transformer_config(args), groups, **gpt_model_kwargs(args))
     whole = whole_gradients(model, args)
-    load_full_parameters([model], whole, rank=groups.tensor.rank(), size=groups.tensor.size(), gated=True)
+    load_full_parameters([model], whole, groups, gated=True)
     ddp = wrap_data_parallel([model], ddp_config(args))
     for parameter in model.parameters():
         parameter.main_grad.copy_(parameter.detach())
@@ -214,7 +214,7 @@ def load_incomplete(missing: str, shape: tuple[int, ...] | None) -> None:
     del whole[missing]
     if shape is not None:
         whole[missing] = torch.zeros(shape)
-    load_full_parameters([model], whole, rank=0, size=1, gated=True)
+    load_full_parameters([model], whole, groups, gated=True)
 
 
 @pytest.mark.parametrize("shape", [None, (7,)])

@@ -70,7 +70,7 @@ def _sampler(weights: str, *more: str) -> tuple[Any, Any, Any]:
     layout = parallel_layout(args)
     groups = start_session(layout, 1)
     (model,) = build_model(transformer_config(args), groups, **gpt_model_kwargs(args))
-    load_full_parameters([model], load_file(weights), rank=groups.tensor_rank, size=layout.tp, gated=args.swiglu)
+    load_full_parameters([model], load_file(weights), groups, gated=args.swiglu)
     sampler = Sampler(model, groups, AtenCpuKernel(), vocab_size=args.vocab_size, max_positions=200)
     return sampler, model, groups
 
