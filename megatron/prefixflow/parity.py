@@ -16,8 +16,8 @@ import math
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,13 @@ from megatron.prefixflow.reference import (
     Reference,
     UpdateSettings,
     build_reference_model,
+    effective_routes,
     reference_config,
 )
+from megatron.prefixflow.router import has_router_terms
+from megatron.prefixflow.routing import RouterTotals, RouteStore, RoutingReplay
 from megatron.prefixflow.session import start_session
-from megatron.prefixflow.shards import expert_biases, full_gradients, load_full_parameters
+from megatron.prefixflow.shards import expert_biases, full_gradients, global_routers, load_full_parameters
 from megatron.prefixflow.step import StepRunner, complete_logprobs
 from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import Plan, build_plan
@@ -97,6 +100,7 @@ class SideFiles:
     update: UpdateSettings
     losses: tuple[float, ...]
     norms: tuple[float, ...]
+    router_losses: tuple[float, ...]
 
     def grads(self, step: int) -> dict[str, Tensor]:
         return load_file(f"{self.folder}/grads_{step}.safetensors")
@@ -104,6 +108,14 @@ class SideFiles:
     def logprobs(self, step: int) -> list[np.ndarray]:
         with np.load(f"{self.folder}/logprobs_{step}.npz") as data:
             return [data[str(i)] for i in range(len(data.files))]
+
+    def expert_counts(self, step: int) -> dict[str, Tensor]:
+        return load_file(f"{self.folder}/counts_{step}.safetensors")
+
+    @property
+    def routes(self) -> str:
+        """File of the routes that the first step took, in the form of a trajectory file's routes."""
+        return f"{self.folder}/taken.routes.safetensors"
 
 
 class Runner:
@@ -152,8 +164,10 @@ class Runner:
             result = self._reuse(case, args, weights, reference)
             return _judge_exact(result, args)
         exact = self._reference(case, args, weights, torch.float64)
-        dense = self._reference(case, args, weights, torch.bfloat16)
-        result = self._reuse(case, args, weights, exact)
+        # Routes flip between precisions: all sides take those of the first step in float64.
+        pinned = exact.routes if args.num_experts else None
+        dense = self._reference(case, args, weights, torch.bfloat16, pinned)
+        result = self._reuse(case, args, weights, exact, pinned)
         return _judge_bf16(result, args, exact, dense)
 
     def _weights(self, case: Case, args: Arguments) -> str:
@@ -164,19 +178,23 @@ class Runner:
             self._worlds[1].run(write_weights, case, str(path), timeout_s=self.timeout_s)
         return str(path)
 
-    def _reference(self, case: Case, args: Arguments, weights: str, dtype: torch.dtype) -> SideFiles:
-        key = _key(case.file, weights, dtype, args.reference_key, args.was_given("clip_grad"))
+    def _reference(
+        self, case: Case, args: Arguments, weights: str, dtype: torch.dtype, pinned: str | None = None
+    ) -> SideFiles:
+        key = _key(case.file, weights, dtype, pinned, args.reference_key, args.was_given("clip_grad"))
         if key not in self._references:
             folder = self.folder / f"reference_{key}"
             folder.mkdir()
             self._references[key] = self._worlds[1].run(
-                run_reference, case, weights, str(folder), dtype, timeout_s=self.timeout_s
+                run_reference, case, weights, str(folder), dtype, pinned, timeout_s=self.timeout_s
             )[0]
         return self._references[key]
 
-    def _reuse(self, case: Case, args: Arguments, weights: str, reference: SideFiles) -> dict[str, Any]:
+    def _reuse(
+        self, case: Case, args: Arguments, weights: str, reference: SideFiles, pinned: str | None = None
+    ) -> dict[str, Any]:
         world = self._worlds[parallel_layout(args).world_size]
-        return world.run(run_reuse, case, weights, reference, self.setup, timeout_s=self.timeout_s)[0]
+        return world.run(run_reuse, case, weights, reference, pinned, self.setup, timeout_s=self.timeout_s)[0]
 
 
 def _key(*parts: object) -> str:
@@ -215,15 +233,22 @@ def _reference_model(args: Arguments, dtype: torch.dtype) -> torch.nn.Module:
     return build_reference_model(config, **kwargs).to(dtype)
 
 
-def run_reference(case: Case, weights: str, folder: str, dtype: torch.dtype) -> SideFiles:
-    """Two steps of the reference in `dtype`; gradients and log-probabilities of each go to `folder`."""
+def run_reference(case: Case, weights: str, folder: str, dtype: torch.dtype, pinned: str | None) -> SideFiles:
+    """Two steps of the reference in `dtype`; gradients and log-probabilities of each go to `folder`.
+
+    pinned: file of the routes to take; None takes those of the trajectories, or Megatron's.
+    """
     args = case.arguments
-    trajectories = _read(case, args)
+    trajectories: Sequence[Trajectory] = _read(case, args)
+    if pinned is not None:
+        trajectories = _with_routes(trajectories, pinned)
+    elif args.routing_replay == "rollout":
+        trajectories = effective_routes(trajectories, args.route_mismatch)
     model = _reference_model(args, dtype)
     _load(model, weights)
     reference = Reference(model, loss_config(args), args.max_response_length)
     settings: UpdateSettings | None = None
-    losses, norms = [], []
+    losses, norms, router_losses = [], [], []
     for step in range(NUM_STEPS):
         result = reference.step(trajectories)
         save_file(result.grads, f"{folder}/grads_{step}.safetensors")
@@ -231,10 +256,32 @@ def run_reference(case: Case, weights: str, folder: str, dtype: torch.dtype) -> 
         np.savez(f"{folder}/logprobs_{step}.npz", **arrays)
         losses.append(result.loss)
         norms.append(result.norm)
+        router_losses.append(_weighted_router_losses(args, result.router_losses))
+        save_file(result.expert_counts, f"{folder}/counts_{step}.safetensors")
+        if step == 0 and args.params_dtype == torch.bfloat16 and args.num_experts and pinned is None:
+            taken = {t.id: torch.from_numpy(r) for t, r in zip(trajectories, result.routes, strict=True) if r.size}
+            save_file(taken, f"{folder}/taken.routes.safetensors")
+            trajectories = _with_routes(trajectories, f"{folder}/taken.routes.safetensors")
         settings = settings or _update_settings(args, model, result.norm)
         reference.update(result, settings)
     assert settings is not None
-    return SideFiles(folder, settings, tuple(losses), tuple(norms))
+    return SideFiles(folder, settings, tuple(losses), tuple(norms), tuple(router_losses))
+
+
+def _weighted_router_losses(args: Arguments, values: Mapping[str, float]) -> float:
+    """The routers' part of the loss, with its coefficients."""
+    names = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
+    kinds = zip(args.moe_router_load_balancing_type, args.moe_aux_loss_coeff, strict=True)
+    total = sum(coeff * values.get(names.get(kind, ""), 0.0) for kind, coeff in kinds)
+    return total + (args.moe_z_loss_coeff or 0.0) * values.get("z_loss", 0.0)
+
+
+def _with_routes(trajectories: Sequence[Trajectory], path: str) -> tuple[Trajectory, ...]:
+    stored = load_file(path)
+    shape = next(iter(stored.values())).shape[1:]
+    # A trajectory of one token is not run.
+    empty = torch.zeros(0, *shape, dtype=torch.int64)
+    return tuple(replace(t, routes=stored.get(t.id, empty).numpy()) for t in trajectories)
 
 
 def _load(model: torch.nn.Module, weights: str) -> None:
@@ -263,7 +310,9 @@ def _update_settings(args: Arguments, model: torch.nn.Module, norm: float) -> Up
     )
 
 
-def run_reuse(case: Case, weights: str, reference: SideFiles, setup: Callable[[], None] | None) -> dict[str, Any]:
+def run_reuse(
+    case: Case, weights: str, reference: SideFiles, pinned: str | None, setup: Callable[[], None] | None
+) -> dict[str, Any]:
     """Two steps of the shipped path on this rank; rank 0 returns the comparison, the others an empty object."""
     args = case.arguments
     if setup is not None:
@@ -271,6 +320,9 @@ def run_reuse(case: Case, weights: str, reference: SideFiles, setup: Callable[[]
     parallel = parallel_layout(args)
     groups = start_session(parallel, args.seed)
     trajectories = _read(case, args)
+    if pinned is not None:
+        trajectories = _with_routes(trajectories, pinned)
+        args = args.replace(routing_replay="rollout", route_mismatch="exact")
     config = transformer_config(args)
     chunks = build_model(config, groups, **gpt_model_kwargs(args))
     full = load_file(weights)
@@ -285,6 +337,7 @@ def run_reuse(case: Case, weights: str, reference: SideFiles, setup: Callable[[]
         select_kernel(args.attention_kernel, next(chunks[0].parameters()).device),
         vocab_size=args.vocab_size,
         max_response_tokens=args.max_response_length,
+        routing_replay=RoutingReplay(args.routing_replay),
     )
     runner.reduction = EarlyReduction.of(ddp, groups)
     loss = loss_config(args)
@@ -292,7 +345,7 @@ def run_reuse(case: Case, weights: str, reference: SideFiles, setup: Callable[[]
         trajectories,
         plan_config(args, parallel),
         loss,
-        skip_zero_advantage=args.skip_zero_advantage,
+        skip_zero_advantage=args.skip_zero_advantage and not has_router_terms(config),
     )
     trajectories = complete_logprobs(runner, plan, trajectories, loss)
     comparison = Comparison(args, case, trajectories, plan, groups, has_head=runner.has_head)
@@ -300,14 +353,52 @@ def run_reuse(case: Case, weights: str, reference: SideFiles, setup: Callable[[]
         for chunk in ddp:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        objective = runner.forward_backward(plan, trajectories, loss)
+        routes = RouteStore()
+        if runner.routing_replay is RoutingReplay.RECORD:
+            runner.score(plan, trajectories, routes=routes)
+        objective = runner.forward_backward(plan, trajectories, loss, routes=routes)
+        routing = _routing_outcome(chunks, runner.router_totals)
         reduce_gradients(ddp)
         norm = gradient_norm(ddp, groups)
         grads = full_gradients(ddp, groups, gated=config.gated_linear_unit, vocab_size=args.vocab_size)
-        comparison.add(step, objective, grads, norm, runner.num_computed_tokens, reference)
+        comparison.add(step, objective, grads, norm, runner.num_computed_tokens, routing, reference)
         clip_gradients(ddp, reference.update.max_norm, norm)
         optimizer.step()
     return comparison.result(reference, full) if dist.get_rank() == 0 else {}
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingOutcome:
+    """What the routers of the whole model did in one step: sums over ranks, and positions per expert by router."""
+
+    num_replayed: int
+    num_native: int
+    losses: float
+    expert_counts: dict[str, Tensor]
+
+
+def _routing_outcome(chunks: Sequence[Any], totals: RouterTotals) -> RoutingOutcome:
+    """Collective; before the gradients are reduced, which takes the counts into the biases.
+
+    Every rank routes positions of its own: experts under tensor parallelism need sequence parallelism.
+    """
+    counts: dict[str, Tensor] = {}
+    for chunk in chunks:
+        for name, router in global_routers(chunk):
+            if router.local_tokens_per_expert is not None:
+                counts[name] = router.local_tokens_per_expert.double().round().long()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (totals, counts))
+    summed: dict[str, Tensor] = {}
+    for _, part in everyone:
+        for name, count in part.items():
+            summed[name] = summed.get(name, 0) + count
+    return RoutingOutcome(
+        num_replayed=sum(t.routes_replayed for t, _ in everyone),
+        num_native=sum(t.routes_native for t, _ in everyone),
+        losses=sum((t.load_balancing or 0.0) + (t.z or 0.0) for t, _ in everyone),
+        expert_counts=summed,
+    )
 
 
 def _megatron_optimizer(args: Arguments, update: UpdateSettings, ddp: Sequence[Any]) -> Any:
@@ -328,7 +419,12 @@ def _megatron_optimizer(args: Arguments, update: UpdateSettings, ddp: Sequence[A
 
 
 def _read(case: Case, args: Arguments) -> tuple[Trajectory, ...]:
-    trajectories = read_trajectories(case.file, vocab_size=args.vocab_size, max_positions=args.max_position_embeddings)
+    trajectories = read_trajectories(
+        case.file,
+        vocab_size=args.vocab_size,
+        max_positions=args.max_position_embeddings,
+        routes=args.routing_replay == "rollout",
+    )
     return with_temperature(trajectories, args.temperature)
 
 
@@ -355,6 +451,7 @@ class Comparison:
         self.steps: list[dict[str, Any]] = []
         self.first_grads: dict[str, Tensor] = {}
         self.first_logprobs: dict[int, np.ndarray] = {}
+        self.first_routing = RoutingOutcome(0, 0, 0.0, {})
 
     def add(
         self,
@@ -363,6 +460,7 @@ class Comparison:
         grads: dict[str, Tensor],
         norm: float,
         computed_tokens: int,
+        routing: RoutingOutcome,
         reference: SideFiles,
     ) -> None:
         loss = float(objective.terms.loss) if objective.terms is not None else 0.0
@@ -376,7 +474,7 @@ class Comparison:
         logprobs = {i: lp for item in distinct.values() for i, lp in item[0].items()}
         self.computed_tokens = sum(item[2] for item in distinct.values())
         if step == 0:
-            self.first_grads, self.first_logprobs = grads, logprobs
+            self.first_grads, self.first_logprobs, self.first_routing = grads, logprobs, routing
         errors = relative_errors(grads, reference.grads(step))
         expected_loss = reference.losses[step]
         total = sum(item[1] for item in distinct.values())
@@ -387,6 +485,9 @@ class Comparison:
                 "logprob": _logprob_error(logprobs, reference.logprobs(step), self.plan),
                 "loss": abs(total - expected_loss) / scale if scale else abs(total),
                 "norm": abs(norm - reference.norms[step]) / max(reference.norms[step], 1e-300),
+                "router_loss": abs(routing.losses - reference.router_losses[step])
+                / max(abs(reference.router_losses[step]), 1e-300),
+                "counts": _count_error(routing.expert_counts, reference.expert_counts(step)),
             }
         )
 
@@ -418,9 +519,11 @@ class Comparison:
             "shared_segments": self.plan.forest.num_shared_segments,
             "microbatches": self.plan.num_microbatches,
             "lead": max(leads, default=0),
-            "routes_replayed": 0,
-            "routes_native": 0,
-            "route_mismatch": None,
+            "routes_replayed": self.first_routing.num_replayed,
+            "routes_native": self.first_routing.num_native,
+            "route_mismatch": None if self.plan.route_report is None else self.plan.route_report.rate,
+            "max_expert_count_err": max(s["counts"] for s in self.steps),
+            "router_loss_rel_err": max(s["router_loss"] for s in self.steps),
             "_errors": [s["errors"] for s in self.steps],
         }
 
@@ -459,6 +562,12 @@ def relative_errors(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> di
     return errors
 
 
+def _count_error(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> int:
+    """Largest difference of the positions that an expert got, over all routers with a bias."""
+    assert ours.keys() == reference.keys(), f"routers {sorted(ours)} against {sorted(reference)}"
+    return max((int((ours[name] - reference[name]).abs().max()) for name in ours), default=0)
+
+
 def _logprob_error(ours: dict[int, np.ndarray], reference: list[np.ndarray], plan: Plan) -> float:
     worst = 0.0
     for index, expected in enumerate(reference):
@@ -494,6 +603,10 @@ def _judge_exact(result: dict[str, Any], args: Arguments) -> dict[str, Any]:
     dtype = args.params_dtype
     tolerance = (TOLERANCE_MOE if args.num_experts else TOLERANCE)[dtype]
     reasons = _failures(result, args.prefix_reuse)
+    if result["max_expert_count_err"]:
+        reasons.append(f"the positions that an expert got differ by {result['max_expert_count_err']}")
+    if not result["router_loss_rel_err"] <= 100 * tolerance:
+        reasons.append(f"the losses of the routers differ by {result['router_loss_rel_err']:.3g} of their value")
     if not result["max_rel_grad_err"] <= tolerance:
         reasons.append(
             f"gradient of {result['worst_parameter']} in step {result['worst_step'] + 1} differs by "

@@ -1,20 +1,29 @@
 """The independent reference: every trajectory whole, unpadded, alone, through an untouched Megatron-Core model.
 
 Nothing of ours computes here: Megatron's own layer spec, core attention, rotary embedding and norms on one process, torch's
-`log_softmax`, losses written out again per trajectory from docs/numerics.md, and torch's optimizers. It is slow and simple on
-purpose; parity compares the shipped path with it.
+`log_softmax`, losses written out again per trajectory from docs/numerics.md, and torch's optimizers. Experts, their
+routers' auxiliary losses, biases and counts are Megatron's too: with one trajectory a microbatch its losses are those of a
+trajectory. It is slow and simple on purpose; parity compares the shipped path with it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
+from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias, reset_model_temporary_tensors
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+)
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from prefixflow.runtime.loss import LossConfig
@@ -23,12 +32,20 @@ from prefixflow.trajectories.types import Trajectory
 
 @dataclass(slots=True)
 class ReferenceStep:
-    """Results of one step: gradients (of the normalised loss, before clipping) and per-trajectory log-probabilities."""
+    """Results of one step: gradients (of the normalised loss, before clipping) and per-trajectory log-probabilities.
+
+    expert_counts: int64 [experts] by router, positions of all trajectories that it sent to each expert, where biases are on.
+    router_losses: value by Megatron's name, without coefficient, mean over trajectories, summed over layers.
+    routes: of each trajectory, [positions, moe layers, top-k], as they were taken.
+    """
 
     loss: float
     grads: dict[str, Tensor]
     logprobs: list[Tensor]
     norm: float
+    expert_counts: dict[str, Tensor] = field(default_factory=dict)
+    router_losses: dict[str, float] = field(default_factory=dict)
+    routes: list[np.ndarray] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +66,32 @@ def build_reference_model(config: Any, **gpt_kwargs: Any) -> GPTModel:
     return GPTModel(config=config, transformer_layer_spec=spec, **gpt_kwargs)
 
 
+class GivenRoutes:
+    """Stands on Megatron's hook for replay, `TopKRouter.router_replay`: rows that are given, the others as Megatron would.
+
+    given [positions, top-k], -1 where unknown; None gives nothing. taken: of the last forward.
+    """
+
+    def __init__(self) -> None:
+        self.given: Tensor | None = None
+        self.taken: Tensor | None = None
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, native: Any
+    ) -> tuple[Tensor, Tensor]:
+        values, experts = native(scores, topk, num_groups, group_topk)
+        if self.given is not None:
+            experts = torch.where(self.given < 0, experts, self.given)
+            values = scores.gather(1, experts)
+        self.taken = experts
+        return values, experts
+
+
 class Reference:
-    """Steps of the dense trainer, one trajectory at a time."""
+    """Steps of the dense trainer, one trajectory at a time.
+
+    Trajectories that bring routes are routed to them: give each the rows that it is to be run with (`effective_routes`).
+    """
 
     def __init__(self, model: GPTModel, loss: LossConfig, max_tokens: int | None = None) -> None:
         self.model = model.train()
@@ -60,6 +101,9 @@ class Reference:
         self._masters = [torch.nn.Parameter(p.detach().to(self.accumulator, copy=True)) for p in model.parameters()]
         self._optimizer: torch.optim.Optimizer | None = None
         self._reference_logprobs: list[Tensor] | None = None
+        self._routers = {n: m for n, m in model.named_modules() if isinstance(m, TopKRouter)}
+        for router in self._routers.values():
+            router.router_replay = GivenRoutes()
 
     def step(self, trajectories: Sequence[Trajectory]) -> ReferenceStep:
         """Loss, gradients and log-probabilities of the whole batch (no update)."""
@@ -67,21 +111,29 @@ class Reference:
             with torch.no_grad():
                 self._reference_logprobs = [self._score(t)[0] for t in trajectories]
         sums = {name: torch.zeros_like(p, dtype=self.accumulator) for name, p in self.model.named_parameters()}
-        total, logprobs = 0.0, []
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1 / len(trajectories)))
+        clear_aux_losses_tracker()
+        total, logprobs, routes = 0.0, [], []
         for index, trajectory in enumerate(trajectories):
             self.model.zero_grad(set_to_none=True)
             scored, entropy = self._score(trajectory)
             logprobs.append(scored.detach())
+            routes.append(self._routes_taken(trajectory))
             contribution = self._contribution(index, trajectory, scored, entropy, trajectories)
             if contribution is None:
-                continue
+                if not self._routers or not scored.requires_grad:
+                    continue
+                # Nothing is trained, but routers have losses of their own: an empty sum reaches them.
+                contribution = scored.sum()
             contribution.backward()
             total += float(contribution.detach())
             for name, p in self.model.named_parameters():
                 if p.grad is not None:
                     sums[name] += p.grad
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in sums.values()))
-        return ReferenceStep(total, sums, logprobs, norm)
+        return ReferenceStep(
+            total, sums, logprobs, norm, self._expert_counts(), _router_losses(len(trajectories)), routes
+        )
 
     def update(self, step: ReferenceStep, settings: UpdateSettings) -> None:
         """Clip by global norm, then one step of torch's own optimizer on master weights."""
@@ -95,6 +147,25 @@ class Reference:
         with torch.no_grad():
             for p, master in zip(self.model.parameters(), self._masters, strict=True):
                 p.copy_(master)
+        config = self.model.config
+        if config.moe_router_enable_expert_bias:
+            _update_router_expert_bias([self.model], config)
+            reset_model_temporary_tensors(config, [self.model])
+
+    def _give_routes(self, trajectory: Trajectory) -> None:
+        for layer, router in enumerate(self._routers.values()):
+            rows = None if trajectory.routes is None else torch.from_numpy(trajectory.routes[:, layer].astype(np.int64))
+            router.router_replay.given = None if rows is None else rows.to(router.weight.device)
+
+    def _routes_taken(self, trajectory: Trajectory) -> np.ndarray:
+        if len(trajectory) < 2 or not self._routers:
+            return np.zeros((0, 0, 0), np.int64)
+        return torch.stack([r.router_replay.taken for r in self._routers.values()], 1).cpu().numpy()
+
+    def _expert_counts(self) -> dict[str, Tensor]:
+        if not self.model.config.moe_router_enable_expert_bias:
+            return {}
+        return {name: router.local_tokens_per_expert.long().clone() for name, router in self._routers.items()}
 
     def _score(self, trajectory: Trajectory) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the trained tokens [n]."""
@@ -104,6 +175,7 @@ class Reference:
             empty = torch.zeros(0, dtype=self.accumulator, device=device)
             return empty, empty
         length = len(tokens) - 1
+        self._give_routes(trajectory)
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
         logits = self.model(
             input_ids=tokens[None, :-1],
@@ -193,8 +265,53 @@ class Reference:
         return (-log_ratio).exp() + log_ratio - 1
 
 
+def effective_routes(trajectories: Sequence[Trajectory], mismatch: str) -> list[Trajectory]:
+    """Trajectories with the routes that they are to be run with.
+
+    A missing row is taken from the trajectory of the group that knows it and shares most tokens, the first among equals. With
+    `mismatch` "first", a position (token and next token) takes the rows of the first trajectory of its group that has it.
+    """
+    filled = []
+    for mine in trajectories:
+        assert mine.routes is not None
+        routes = mine.routes.copy()
+        donors = [t for t in trajectories if t.group == mine.group]
+        donors.sort(key=lambda t: -_num_common(mine, t))
+        for position, layer in np.argwhere(mine.routes[..., 0] < 0):
+            for donor in donors:
+                if _num_common(mine, donor) <= position or position >= len(donor.routes):  # type: ignore[arg-type]
+                    continue
+                row = donor.routes[position, layer]  # type: ignore[index]
+                if row[0] >= 0:
+                    routes[position, layer] = row
+                    break
+        filled.append(replace(mine, routes=routes))
+    if mismatch == "exact":
+        return filled
+    settled = []
+    for mine in filled:
+        assert mine.routes is not None
+        routes = mine.routes.copy()
+        for other in reversed([t for t in filled if t.group == mine.group]):
+            num_shared = max(_num_common(mine, other) - 1, 0)
+            routes[:num_shared] = other.routes[:num_shared]  # type: ignore[index]
+        settled.append(replace(mine, routes=routes))
+    return settled
+
+
+def _num_common(a: Trajectory, b: Trajectory) -> int:
+    length = min(len(a), len(b))
+    differing = np.flatnonzero(a.tokens[:length] != b.tokens[:length])
+    return int(differing[0]) if len(differing) else length
+
+
+def _router_losses(num_trajectories: int) -> dict[str, float]:
+    tracker = get_moe_layer_wise_logging_tracker()
+    return {name: float(entry["values"].sum()) / num_trajectories for name, entry in tracker.items()}
+
+
 def reference_config(config: Any) -> Any:
-    """The same model on one process: no parallelism, no recomputation."""
+    """The same model on one process: no parallelism, no recomputation, and auxiliary losses that are means."""
     return replace(
         config,
         tensor_model_parallel_size=1,
@@ -210,6 +327,7 @@ def reference_config(config: Any) -> Any:
         recompute_granularity=None,
         recompute_method=None,
         recompute_num_layers=None,
+        calculate_per_token_loss=False,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron.prefixflow.experts import global_expert_name, is_expert, local_expert_numbers
@@ -100,11 +101,18 @@ def global_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
             yield _global_layer_name(chunk, global_expert_name(name, experts)), parameter
 
 
+def global_routers(chunk: Any) -> Iterator[tuple[str, TopKRouter]]:
+    """Routers of a chunk under the names of the whole model, in layer order."""
+    for name, module in chunk.named_modules():
+        if isinstance(module, TopKRouter):
+            yield _global_layer_name(chunk, name), module
+
+
 def expert_biases(chunk: Any) -> Iterator[tuple[str, Tensor]]:
     """Biases of the routers of a chunk (buffers, float32 [experts]) under the names of the whole model."""
-    for name, buffer in chunk.named_buffers():
-        if name.endswith(".router.expert_bias"):
-            yield _global_layer_name(chunk, name), buffer
+    for name, router in global_routers(chunk):
+        if router.expert_bias is not None:
+            yield f"{name}.expert_bias", router.expert_bias
 
 
 def _global_layer_name(chunk: Any, name: str) -> str:
