@@ -1165,7 +1165,6 @@ def _not_built(reason: str, wants: Callable[[Any], bool], names: str) -> tuple[N
 NOT_BUILT_YET: tuple[NotBuilt, ...] = (
     *_not_built("context parallelism", _more_than_one, "--context-parallel-size"),
     *_not_built("context parallelism", _not("auto", "gather"), "--context-parallel-kv"),
-    *_not_built("routing replay", _not("off"), "--routing-replay"),
     *_not_built("the memory plan", _not("auto", "keep"), "--prefix-memory"),
     *_not_built("the memory plan", _given, "--kv-budget-gib --memory-budget-gib"),
     *_not_built("sampling rollouts", _not("trace"), "--rollout"),

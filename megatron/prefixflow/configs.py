@@ -19,6 +19,7 @@ from megatron.prefixflow.arguments_checks import loss_options, stage_options
 from megatron.prefixflow.arguments_result import Arguments, shape_of
 from megatron.prefixflow.arguments_spec import ArgumentsError
 from megatron.prefixflow.calibration import measured_costs
+from prefixflow.forest import RouteMismatch
 from prefixflow.plan.cost import CostModel
 from prefixflow.plan.layout import ParallelLayout, layers_per_stage
 from prefixflow.plan.plan import MergeGroups, PlanConfig, PrefixReuse
@@ -50,6 +51,7 @@ def plan_config(args: Arguments, parallel: ParallelLayout | None = None) -> Plan
     """What planning needs; `parallel` is by default the smallest layout."""
     parallel = parallel or parallel_layout(args)
     pads = args.sequence_parallel or parallel.cp > 1
+    replays = args.routing_replay == "rollout"
     return PlanConfig(
         max_tokens_per_microbatch=args.max_tokens_per_microbatch,
         data_parallel_size=parallel.dp,
@@ -57,6 +59,10 @@ def plan_config(args: Arguments, parallel: ParallelLayout | None = None) -> Plan
         pipeline_size=parallel.pp,
         num_chunks=parallel.vpp,
         stage_layers=layers_per_stage(**stage_options(args.values)),
+        expert_block=parallel.expert_block if args.num_experts else 1,
+        # It gathers tensors of one shape; the others exchange sizes first.
+        equal_tokens=args.moe_token_dispatcher_type == "allgather",
+        route_mismatch=RouteMismatch(args.route_mismatch) if replays else None,
         prefix_reuse=PrefixReuse(args.prefix_reuse),
         merge_groups=MergeGroups(args.merge_groups),
         cost=CostModel.of_shape(shape_of(args)),
