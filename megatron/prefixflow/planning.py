@@ -10,7 +10,7 @@ import torch.distributed as dist
 from prefixflow.plan.plan import Plan, PlanConfig
 from prefixflow.runtime.failures import doing
 from prefixflow.runtime.loss import LossConfig, has_zero_weight
-from prefixflow.schedule.search import plan_pipeline, signatures_digest
+from prefixflow.schedule.search import plan_pipeline, tables_digest
 from prefixflow.trajectories.types import Trajectory
 
 
@@ -24,7 +24,7 @@ def plan_step(
     """Build this rank's plan and compare it with the others' before any other collective."""
     omit = zero_weight(trajectories, loss) if skip_zero_advantage else frozenset()
     plan = plan_pipeline(trajectories, config, omit=omit)
-    agree(plan.digest if config.expert_block == 1 else f"{plan.digest} {signatures_digest(plan)}")
+    agree(plan.digest if config.expert_block == 1 else f"{plan.digest} {tables_digest(plan)}")
     return plan
 
 

@@ -16,7 +16,7 @@ from prefixflow.plan.cost import Costs
 from prefixflow.plan.plan import Plan, PlanConfig, pack_plan, share_prefixes
 from prefixflow.schedule.predict import StageCosts
 from prefixflow.schedule.simulate import Timeline
-from prefixflow.schedule.table import OpTable, build_forward_table, build_table, signature_digest, virtual_need
+from prefixflow.schedule.table import OpTable, build_forward_table, build_table
 from prefixflow.trajectories.types import Trajectory
 
 COST_DIVISORS = tuple(1.3**step for step in range(1, 17))
@@ -64,45 +64,26 @@ def predicted_timeline(plan: Plan, data_rank: int, rows: Sequence[int]) -> Timel
 
 
 def rank_table(plan: Plan, data_rank: int, *, training: bool = True) -> OpTable:
-    """The operations of one data-parallel rank's pipeline, one row per pipeline rank.
+    """The operations of one data-parallel rank's pipeline, one row per pipeline rank; equal for ranks that exchange tokens."""
+    config = plan.config
+    build = build_table if training else build_forward_table
+    return build(block_reads(plan, data_rank), num_ranks=config.pipeline_size, num_chunks=config.num_chunks)
 
-    Ranks of one expert block have the same signature (`prefixflow.schedule.table.signature`).
+
+def block_reads(plan: Plan, data_rank: int) -> list[tuple[int, ...]]:
+    """What the m-th microbatches of the ranks that exchange tokens with `data_rank` (itself included) read between them.
+
+    The experts of one rank ran on tokens of all of them in F(m), so their B(m) must meet again, not only a B with a B: they need
+    one order of backwards that suits the trees of all.
     """
-    if training:
-        return _table_of(plan, data_rank, block_need(plan, data_rank))
-    config = plan.config
-    return build_forward_table(_reads(plan, data_rank), num_ranks=config.pipeline_size, num_chunks=config.num_chunks)
+    together = zip(*(plan.ranks[rank] for rank in plan.config.block_of(data_rank)), strict=True)
+    return [tuple(sorted({read for m in row for read in m.reads})) for row in together]
 
 
-def block_need(plan: Plan, data_rank: int) -> tuple[int, ...]:
-    """`virtual_need`, the largest over the ranks that exchange tokens with `data_rank`, itself included."""
-    config = plan.config
-    needs = [
-        virtual_need(_reads(plan, rank), num_ranks=config.pipeline_size, num_chunks=config.num_chunks)
-        for rank in config.block_of(data_rank)
-    ]
-    return tuple(map(max, zip(*needs, strict=True)))
-
-
-def signatures_digest(plan: Plan) -> str:
-    """Hash of what every rank runs, to be agreed on before the step; ranks that exchange tokens have the same signature."""
-    digests: list[str] = []
-    for first in range(0, len(plan.ranks), plan.config.expert_block):
-        need = block_need(plan, first)
-        block = plan.config.block_of(first)
-        signatures = {signature_digest(_table_of(plan, rank, need)) for rank in block}
-        assert len(signatures) == 1, f"data-parallel ranks {list(block)} have different signatures"
-        digests += signatures
-    return hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
-
-
-def _reads(plan: Plan, data_rank: int) -> list[tuple[int, ...]]:
-    return [m.reads for m in plan.ranks[data_rank]]
-
-
-def _table_of(plan: Plan, data_rank: int, need: Sequence[int]) -> OpTable:
-    config = plan.config
-    return build_table(_reads(plan, data_rank), num_ranks=config.pipeline_size, num_chunks=config.num_chunks, need=need)
+def tables_digest(plan: Plan) -> str:
+    """Hash of what every rank runs, to be agreed on before the step."""
+    tables = [rank_table(plan, first).rows for first in range(0, len(plan.ranks), plan.config.expert_block)]
+    return hashlib.sha256(repr(tables).encode()).hexdigest()[:16]
 
 
 def max_makespan(plan: Plan, trajectories: Sequence[Trajectory]) -> float:

@@ -16,9 +16,9 @@ max_k(N(k) - k + 1) + e microbatches are alive on a rank.
   interleaved order.
 * windowed: N(k) = k - 1 + max over the next `window` backwards of (need_j - j + 1).
 
-Ranks that exchange tokens (expert parallelism) must run the same kinds of operations in the same order. The kinds follow
-from the number of microbatches and from need alone, so those ranks pass one `need`, at least each one's own, and fill up
-with dummy microbatches (`prefixflow.schedule.search.rank_table`).
+Ranks that exchange tokens (expert parallelism) run one table: their m-th microbatches meet in F and must meet again in B.
+It is built from what these read between them, and the ranks fill up with dummy microbatches
+(`prefixflow.schedule.search.rank_table`).
 
 Invariants (`validate`)
 1. Every microbatch of the list has one F, and (when training) one B, on every stage; a stage stands on one rank.
@@ -28,7 +28,6 @@ Invariants (`validate`)
 from __future__ import annotations
 
 import enum
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,24 +69,20 @@ def build_table(
     num_chunks: int = 1,
     policy: LeadPolicy | None = None,
     window: int | None = None,
-    need: Sequence[int] | None = None,
 ) -> OpTable:
     """Training table of `num_ranks` pipeline ranks with `num_chunks` model chunks each.
 
-    need: forwards that must have run before each virtual backward, in place of this graph's own (`virtual_need`), than
-        which it must not be smaller.
     Default policy: lazy for one rank, else windowed over the next 3p/4 backwards, 3pv with v > 1 chunks. Raises ValueError when several chunks
     are asked for and the number of microbatches is not a multiple of `num_ranks`.
     """
     orders = _virtual_orders(reads, num_ranks, num_chunks)
-    need = orders.need if need is None else _at_least(need, orders.need)
     policy = policy or (LeadPolicy.LAZY if num_ranks == 1 else LeadPolicy.WINDOWED)
     if num_chunks == 1:
-        num_forwards = _forwards_before(need, policy, window or max(1, 3 * num_ranks // 4))
+        num_forwards = _forwards_before(orders.need, policy, window or max(1, 3 * num_ranks // 4))
         ahead = [_later(num_forwards, num_ranks - 1 - rank) for rank in range(num_ranks)]
     else:
         # The first rank waits for the last one between chunks, so the lead must neither shrink nor be skewed.
-        num_forwards = _forwards_before(need, policy, window or 3 * num_ranks * num_chunks, slope=1)
+        num_forwards = _forwards_before(orders.need, policy, window or 3 * num_ranks * num_chunks, slope=1)
         ahead = [[n + 2 * (num_ranks - 1 - rank) for n in num_forwards] for rank in range(num_ranks)]
     rows = tuple(_row(rank, num_ranks, orders, counts) for rank, counts in enumerate(ahead))
     return OpTable(rows, tuple(tuple(r) for r in reads))
@@ -100,21 +95,6 @@ def build_forward_table(reads: Sequence[Sequence[int]], *, num_ranks: int = 1, n
         tuple(forward(m, chunk * num_ranks + rank) for chunk, m in orders.forward) for rank in range(num_ranks)
     )
     return OpTable(rows, tuple(tuple(r) for r in reads))
-
-
-def virtual_need(reads: Sequence[Sequence[int]], *, num_ranks: int = 1, num_chunks: int = 1) -> tuple[int, ...]:
-    """Virtual forwards that must have run before the k-th virtual backward can, k from 0."""
-    return _virtual_orders(reads, num_ranks, num_chunks).need
-
-
-def signature(row: Sequence[Op]) -> tuple[str, ...]:
-    """Stage and kind of each operation: what ranks that share collectives must have in common."""
-    return tuple(f"{op.stage}{op.kind.value}" for op in row)
-
-
-def signature_digest(table: OpTable) -> str:
-    """Hash of the signatures of all rows, equal on ranks that exchange tokens."""
-    return hashlib.sha256(repr([signature(row) for row in table.rows]).encode()).hexdigest()[:16]
 
 
 def last_backwards(row: Sequence[Op]) -> dict[int, Op]:
@@ -151,12 +131,6 @@ def _virtual_orders(reads: Sequence[Sequence[int]], num_ranks: int, num_chunks: 
 def _in_blocks(order: Sequence[int], size: int, chunks: Sequence[int]) -> tuple[tuple[int, int], ...]:
     blocks = [order[start : start + size] for start in range(0, len(order), size)]
     return tuple((chunk, m) for block in blocks for chunk in chunks for m in block)
-
-
-def _at_least(need: Sequence[int], own: Sequence[int]) -> tuple[int, ...]:
-    assert len(need) == len(own), f"need of {len(need)} backwards for a graph of {len(own)}"
-    assert all(n >= o for n, o in zip(need, own, strict=True)), "need is smaller than the graph's own"
-    return tuple(need)
 
 
 def _forwards_before(need: Sequence[int], policy: LeadPolicy, window: int, slope: int = 0) -> list[int]:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from prefixflow.plan import plan as planning
 from prefixflow.plan.cost import SharingOverhead
 from prefixflow.plan.fold import fold_small_segments
-from prefixflow.plan.plan import MergeGroups, PlanConfig, PrefixReuse
+from prefixflow.plan.plan import MergeGroups, Plan, PlanConfig, PrefixReuse
 from prefixflow.schedule.ops import Kind, Op
-from prefixflow.schedule.search import plan_pipeline, rank_table, signatures_digest
+from prefixflow.schedule.search import plan_pipeline, rank_table, block_reads
 from prefixflow.schedule.simulate import simulate
 from prefixflow.schedule.table import OpTable, validate
 from prefixflow.trajectories import Trajectory
@@ -59,7 +59,7 @@ def test_any_batch_has_a_valid_step(trajectories: list[Trajectory], data: st.Dat
         on_another_rank = plan_pipeline([replace(t) for t in trajectories], config, omit=set(omit))
     assert on_another_rank.digest == plan.digest
     plan.assert_invariants(trajectories)
-    signatures_digest(plan)
+    assert_blocks_run_one_table(plan)
     for rank, microbatches in enumerate(plan.ranks):
         assert all(m.num_physical_tokens <= config.max_tokens_per_microbatch for m in microbatches)
         assert config.num_chunks == 1 or len(microbatches) % config.pipeline_size == 0
@@ -67,6 +67,12 @@ def test_any_batch_has_a_valid_step(trajectories: list[Trajectory], data: st.Dat
         forwards = rank_table(plan, rank, training=False)
         validate(forwards, training=False)
         simulate(forwards, duration)
+
+
+def assert_blocks_run_one_table(plan: Plan) -> None:
+    for rank, microbatches in enumerate(plan.ranks):
+        assert rank_table(plan, rank) == rank_table(plan, plan.config.block_of(rank)[0])
+        assert all(set(m.reads) <= set(reads) for m, reads in zip(microbatches, block_reads(plan, rank), strict=True))
 
 
 def assert_finishes(table: OpTable) -> None:
@@ -80,7 +86,7 @@ def duration(op: Op) -> float:
 
 
 PLAN_IN_A_NEW_PROCESS = """
-from prefixflow.plan.plan import MergeGroups, PlanConfig, PrefixReuse
+from prefixflow.plan.plan import MergeGroups, Plan, PlanConfig, PrefixReuse
 from prefixflow.schedule.search import plan_pipeline
 from prefixflow.testing.generate import mixed_workload
 config = PlanConfig(64, data_parallel_size=3, pipeline_size=2, prefix_reuse=PrefixReuse.AUTO, merge_groups=MergeGroups.AUTO)

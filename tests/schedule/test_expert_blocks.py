@@ -1,4 +1,4 @@
-"""Ranks that exchange tokens run the same kinds of operations in the same order, however unlike their work is."""
+"""Ranks that exchange tokens run the same operations in the same order, however unlike their work is."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from prefixflow.plan import plan as planning
 from prefixflow.plan.plan import Plan, PlanConfig, build_plan
-from prefixflow.schedule import search
-from prefixflow.schedule.search import rank_table, signatures_digest
+from prefixflow.schedule.search import block_reads, rank_table, tables_digest
+from prefixflow.schedule.ops import Kind
 from prefixflow.schedule.simulate import simulate
-from prefixflow.schedule.table import build_table, signature, validate, virtual_need
+from prefixflow.schedule.table import validate
 from prefixflow.testing.generate import stepwise_chains, two_level_groups
 from prefixflow.trajectories import Trajectory
 from tests.plan.groups import batch_of
@@ -25,9 +25,8 @@ def one_against_nine() -> list[Trajectory]:
     return [*chain, *two_level_groups(9, 3, prefix_tokens=8, suffix_tokens=6)]
 
 
-def signatures(plan: Plan, *, training: bool = True) -> set[tuple]:
-    tables = [rank_table(plan, rank, training=training) for rank in range(len(plan.ranks))]
-    return {tuple(map(signature, table.rows)) for table in tables}
+def tables(plan: Plan, *, training: bool = True) -> set[tuple]:
+    return {rank_table(plan, rank, training=training).rows for rank in range(len(plan.ranks))}
 
 
 @pytest.mark.parametrize(("num_ranks", "num_chunks"), PIPELINES)
@@ -38,11 +37,11 @@ def test_one_group_against_nine(num_ranks: int, num_chunks: int) -> None:
     plan.assert_invariants(batch)
     assert sorted(map(len, plan.trees)) == [1, 9]
     apart = build_plan(batch, replace(config, expert_block=1))
-    assert len(signatures(apart)) == 2, "without the rule they differ, so this batch tests it"
-    assert len(signatures(plan)) == len(signatures(plan, training=False)) == 1
-    signatures_digest(plan)
+    assert len(tables(apart)) == 2, "without the rule they differ, so this batch tests it"
+    assert len(tables(plan)) == len(tables(plan, training=False)) == 1
     for rank in range(2):
-        validate(rank_table(plan, rank))
+        own = [m.reads for m in plan.ranks[rank]]
+        validate(replace(rank_table(plan, rank), reads=tuple(own)))
         simulate(rank_table(plan, rank), lambda op: 1.0)
 
 
@@ -57,7 +56,7 @@ def test_a_rank_without_a_tree_runs_dummies(num_ranks: int, num_chunks: int) -> 
     assert all(m.is_dummy for m in idle)
     assert not busy[0].is_dummy
     assert plan.num_dummy_microbatches == len(busy) + len(idle) - plan.num_microbatches
-    assert len(signatures(plan)) == 1
+    assert len(tables(plan)) == 1
 
 
 def test_ranks_of_alike_numbers_of_microbatches_make_a_block() -> None:
@@ -89,21 +88,19 @@ def test_allgather_needs_equal_tokens() -> None:
     assert plan.digest != loose.digest
 
 
-def test_a_need_that_is_too_small_is_our_fault() -> None:
-    reads = [(), (0,), (0,)]
-    assert virtual_need(reads) == (2, 3, 3)
-    assert [str(op) for op in build_table(reads, need=(3, 3, 3)).rows[0]] == ["0F0", "0F1", "0F2", "0B1", "0B2", "0B0"]
-    with pytest.raises(AssertionError, match="smaller"):
-        build_table(reads, need=(1, 3, 3))
-    with pytest.raises(AssertionError, match="2 backwards for a graph of 3"):
-        build_table(reads, need=(2, 3))
-
-
-def test_a_block_with_different_signatures_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_microbatches_that_meet_in_forward_meet_in_backward() -> None:
+    """Alone each rank would run the backwards of its own trees first: 2 1 0 3 against 1 0 3 2."""
     plan = build_plan(one_against_nine(), PlanConfig(32, data_parallel_size=2, expert_block=2))
-    monkeypatch.setattr(search, "build_table", lambda reads, *, need, **sizes: build_table(reads, **sizes))
-    with pytest.raises(AssertionError, match="different signatures"):
-        signatures_digest(plan)
+    reads = ((), (0,), (1,), ()), ((), (0,), (), (2,))
+    ranks = tuple(
+        tuple(replace(m, cached=(), reads=r) for m, r in zip(rank, of_rank, strict=False))
+        for rank, of_rank in zip(plan.ranks, reads, strict=True)
+    )
+    plan = replace(plan, ranks=ranks)
+    assert block_reads(plan, 0) == block_reads(plan, 1) == [(), (0,), (1,), (2,)]
+    (rows,) = tables(plan)
+    assert [op.microbatch for op in rows[0] if op.kind is Kind.BACKWARD] == [3, 2, 1, 0]
+    assert tables_digest(plan) != tables_digest(replace(plan, ranks=(ranks[0], ranks[0])))
 
 
 def test_blocks_divide_the_ranks() -> None:
