@@ -39,6 +39,7 @@ from megatron.prefixflow.arguments import (
     parallel_layout,
     parse_arguments,
     plan_config,
+    shape_of,
     transformer_config,
 )
 from megatron.prefixflow.calibration import is_measuring
@@ -67,7 +68,7 @@ from prefixflow.runtime.objective import Objective
 from prefixflow.runtime.world import WorldError, Worlds
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
 from prefixflow.trajectories.reader import read_trajectories
-from prefixflow.trajectories.types import Trajectory
+from prefixflow.trajectories.types import RouteShape, Trajectory
 
 NUM_STEPS = 2
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -418,12 +419,18 @@ def _megatron_optimizer(args: Arguments, update: UpdateSettings, ddp: Sequence[A
     return get_megatron_optimizer(config, list(ddp))
 
 
+def _route_shape(args: Arguments) -> RouteShape | None:
+    shape = shape_of(args)
+    return RouteShape(shape.num_moe_layers, shape.moe_topk, shape.num_experts) if shape.is_moe else None
+
+
 def _read(case: Case, args: Arguments) -> tuple[Trajectory, ...]:
     trajectories = read_trajectories(
         case.file,
         vocab_size=args.vocab_size,
         max_positions=args.max_position_embeddings,
         routes=args.routing_replay == "rollout",
+        route_shape=_route_shape(args),
     )
     return with_temperature(trajectories, args.temperature)
 

@@ -9,8 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from prefixflow.testing.generate import Style, edge_cases, mixed_workload, stepwise_chains, trees, two_level_groups
-from prefixflow.trajectories import Trajectory, write_trajectories
+from prefixflow.testing.generate import (
+    Style,
+    edge_cases,
+    mixed_workload,
+    stepwise_chains,
+    trees,
+    two_level_groups,
+    with_routes,
+)
+from prefixflow.trajectories import RouteShape, Trajectory, write_trajectories
 
 VOCAB_SIZE = 509
 """Odd, and below that of `tiny`: padded under tensor parallelism where it is the model's own."""
@@ -72,6 +80,17 @@ def write_files(folder: Path) -> dict[str, str]:
         "all-zero": tuple(replace(t, advantages=np.zeros(len(t))) for t in groups),
         "groups-and-trees": near_policy(groups) + with_temperatures(near_policy(trees(2, 3, 2, seed=9, style=STYLE))),
         "apart": two_level_groups(5, 1, seed=8, style=STYLE),
+    }
+    shape = RouteShape(num_layers=2, topk=2, num_experts=8)
+    batches |= {
+        "mixed-routes": with_routes(near_policy(mixed), shape, seed=11, missing=0.1),
+        "mixed-conflicts": with_routes(near_policy(mixed), shape, seed=12, missing=0.02, conflicting=0.05),
+        # As much work on one rank as in nine groups on another.
+        "one-against-nine": (
+            *stepwise_chains(1, 9, prompt_tokens=60, turn_tokens=12, style=STYLE),
+            *two_level_groups(9, 3, 8, 6, seed=14, style=STYLE),
+        ),
+        "one-group": near_policy(two_level_groups(1, 4, seed=15, style=STYLE)),
     }
     paths = {}
     for name, batch in batches.items():

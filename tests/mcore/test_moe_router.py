@@ -16,7 +16,6 @@ import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron.prefixflow.configs import cpu_safe
@@ -152,48 +151,20 @@ def gpt_kwargs() -> dict[str, Any]:
     }
 
 
-class GivenRoutes:
-    """Megatron's replay hook, for one layer and one trajectory: rows with a -1 are routed natively."""
-
-    def __init__(self, rows: np.ndarray) -> None:
-        self.rows = torch.from_numpy(rows)
-
-    def get_replay_topk(self, scores: Any, topk: int, num_groups: Any, group_topk: Any, compute: Any) -> Any:
-        _, indices = compute(scores, topk, num_groups, group_topk)
-        for row, given in enumerate(self.rows):
-            if given.min() >= 0:
-                indices[row] = given
-        return scores.gather(1, indices), indices
-
-
-class DenseReference(Reference):
-    """Each trajectory by Megatron's model and routers, with its own routes where there are some."""
-
-    routes: Mapping[str, np.ndarray] = {}
-
-    def _score(self, trajectory: Trajectory) -> Any:
-        routers = [m for m in self.model.modules() if isinstance(m, TopKRouter)]
-        for place, router in enumerate(routers if self.routes else ()):
-            router.router_replay = GivenRoutes(self.routes[trajectory.id][:, place])
-        return super()._score(trajectory)
-
-
 class DenseSide:
-    """Gradients and counters of a step without sharing."""
+    """Gradients and counters of a step without sharing; each trajectory is run with its own routes, where there are some."""
 
     def __init__(
         self, model: GPTModel, batch: Sequence[Trajectory], loss: LossConfig, routes: Mapping[str, np.ndarray]
     ) -> None:
-        self.batch = batch
+        self.batch = [replace(t, routes=routes.get(t.id)) for t in batch]
         self.routers = [m for m in model.modules() if isinstance(m, TopKRouter)]
-        self.reference = DenseReference(model, loss)
-        self.reference.routes = routes
+        self.reference = Reference(model, loss)
 
     def step(self) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
         for router in self.routers:
             if router.local_tokens_per_expert is not None:
                 router.local_tokens_per_expert.zero_()
-        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0 / len(self.batch)))
         return self.reference.step(self.batch).grads, counts_of(self.routers)
 
 
