@@ -4,6 +4,8 @@
 
 The reward is the share of even tokens in the answer, so a trainer has something to learn: advantages are the group's
 centred rewards over their standard deviation.
+
+With --experts the trajectories bring random routes for --routing-replay rollout, in OUT.routes.safetensors; some are unknown.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from prefixflow.trajectories import Trajectory, write_trajectories
+from prefixflow.testing.generate import with_routes
+from prefixflow.trajectories import RouteShape, Trajectory, write_trajectories
 
 
 def make_group(rng: np.random.Generator, name: str, options: argparse.Namespace) -> Iterator[Trajectory]:
@@ -43,11 +46,18 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=192)
     parser.add_argument("--answer-tokens", type=int, default=48, help="the longest answer; the shortest is half of it")
     parser.add_argument("--vocab-size", type=int, default=512)
+    parser.add_argument("--moe-layers", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=0, help="experts of a MoE layer; 0 writes no routes")
+    parser.add_argument("--topk", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = np.random.default_rng(options.seed)
     groups = (make_group(rng, f"prompt-{number}", options) for number in range(options.groups))
-    write_trajectories(options.out, (trajectory for group in groups for trajectory in group))
+    trajectories = tuple(trajectory for group in groups for trajectory in group)
+    if options.experts:
+        shape = RouteShape(options.moe_layers, options.topk, options.experts)
+        trajectories = with_routes(trajectories, shape, seed=options.seed, missing=0.02)
+    write_trajectories(options.out, trajectories)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,9 @@ SLOW = [
     ("mixed", f"{MOE} --max-tokens 64 --recompute selective --recompute-modules moe --moe-layer-freq [0,1] {SHARED}"),
     ("mixed", f"{MOE} --max-tokens 64 --ep 2 {SHARED} --moe-shared-expert-gate --moe-router-dtype fp32"),
 ]
-FLOAT32 = [("mixed", f"{MOE} --max-tokens 64 --ep 2 --tp 2 --dp 2 --use-distributed-optimizer --moe-aux-loss-coeff 0.1")]
+FLOAT32 = [
+    ("mixed", f"{MOE} --max-tokens 64 --ep 2 --tp 2 --dp 2 --use-distributed-optimizer --moe-aux-loss-coeff 0.1")
+]
 BFLOAT16 = [
     ("groups", f"{MOE} --max-tokens 32 --recompute full --moe-aux-loss-coeff 0.01"),
     ("mixed", f"{MOE} --max-tokens 64 --ep 2 --use-distributed-optimizer"),
@@ -83,7 +85,9 @@ def runner(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             worlds[size].run(restore)
 
 
-def compare(runner: Runner, file: str, text: str, dtype: str, mutant: Callable[[], None] | None = None) -> dict[str, Any]:
+def compare(
+    runner: Runner, file: str, text: str, dtype: str, mutant: Callable[[], None] | None = None
+) -> dict[str, Any]:
     runner.setup = Setup(mutant)
     return runner.run(Case(file, ("--prefix-reuse", "on", *text.split(), "--dtype", dtype)))
 
@@ -175,16 +179,21 @@ def test_effective_routes():
         trajectory("c", [1, 2, 8], [-1, 3]),
         trajectory("d", [1, 2, 3, 4], [0, 0, 0], group="other"),
     ]
-    exact = [t.routes.ravel().tolist() for t in effective_routes(batch, "exact")]
+    exact = [rows_of(t).ravel().tolist() for t in effective_routes(batch, "exact")]
     # Token 3 of b is that of a's path, though another token follows; c's first token is known to a and b, a comes first.
     assert exact == [[5, 4, 6], [7, 4, 6], [5, 3], [0, 0, 0]]
-    first = [t.routes.ravel().tolist() for t in effective_routes(batch, "first")]
+    first = [rows_of(t).ravel().tolist() for t in effective_routes(batch, "first")]
     assert first == [[5, 4, 6], [5, 4, 6], [5, 3], [0, 0, 0]]
+
+
+def rows_of(t: Trajectory) -> np.ndarray:
+    assert t.routes is not None
+    return t.routes
 
 
 def test_generated_routes_are_unlike_native_ones(files):
     """Otherwise the cases above would pass with a replay that does nothing."""
     batch = read_trajectories(files["mixed-routes"], routes=True)
-    rows = np.concatenate([t.routes.reshape(-1, 2) for t in batch])
+    rows = np.concatenate([rows_of(t).reshape(-1, 2) for t in batch])
     pairs = np.unique(np.sort(rows[rows[:, 0] >= 0]), axis=0)
     assert len(pairs) == 8 * 7 // 2

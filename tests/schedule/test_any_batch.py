@@ -17,7 +17,7 @@ from prefixflow.plan.cost import SharingOverhead
 from prefixflow.plan.fold import fold_small_segments
 from prefixflow.plan.plan import MergeGroups, Plan, PlanConfig, PrefixReuse
 from prefixflow.schedule.ops import Kind, Op
-from prefixflow.schedule.search import plan_pipeline, rank_table, block_reads
+from prefixflow.schedule.search import block_reads, plan_pipeline, rank_table
 from prefixflow.schedule.simulate import simulate
 from prefixflow.schedule.table import OpTable, validate
 from prefixflow.trajectories import Trajectory

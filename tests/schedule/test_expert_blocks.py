@@ -8,8 +8,8 @@ import pytest
 
 from prefixflow.plan import plan as planning
 from prefixflow.plan.plan import Plan, PlanConfig, build_plan
-from prefixflow.schedule.search import block_reads, rank_table, tables_digest
 from prefixflow.schedule.ops import Kind
+from prefixflow.schedule.search import block_reads, rank_table, tables_digest
 from prefixflow.schedule.simulate import simulate
 from prefixflow.schedule.table import validate
 from prefixflow.testing.generate import stepwise_chains, two_level_groups
