@@ -90,7 +90,7 @@ def write_files(folder: Path) -> dict[str, str]:
             *stepwise_chains(1, 9, prompt_tokens=60, turn_tokens=12, style=STYLE),
             *two_level_groups(9, 3, 8, 6, seed=14, style=STYLE),
         ),
-        "one-group": near_policy(two_level_groups(1, 4, seed=15, style=STYLE)),
+        "one-group": two_level_groups(1, 4, seed=15, style=STYLE),
     }
     paths = {}
     for name, batch in batches.items():
