@@ -22,10 +22,14 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer import TransformerConfig, attention, transformer_block, transformer_layer
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megatron.prefixflow.arguments import parallel_layout, parse_arguments, plan_config, transformer_config
 from megatron.prefixflow.params import MicrobatchParams
+from megatron.prefixflow.router import SegmentRouter
 from megatron.prefixflow.spec import SegmentCoreAttention, SegmentTransformerLayer, SequenceParallelNorm, block_spec
 from prefixflow.runtime.world import Worlds
 
@@ -75,6 +79,14 @@ CALLS: dict[str, tuple[Callable[..., Any], int, str]] = {
         1,
         "tensor_parallel_output_grad group",
     ),
+    "TopKRouter": (TopKRouter.__init__, 1, "config pg_collection"),
+    "TopKRouter.gating": (TopKRouter.gating, 2, ""),
+    "topk_routing_with_score_function": (
+        moe_utils.topk_routing_with_score_function,
+        2,
+        """use_pre_softmax num_groups group_topk scaling_factor score_function expert_bias router_replay""",
+    ),
+    "compute_routing_scores_for_aux_loss": (moe_utils.compute_routing_scores_for_aux_loss, 3, ""),
     "finalize_model_grads": (finalize_model_grads, 1, ""),
     "DistributedDataParallel": (DistributedDataParallel.__init__, 4, "disable_bucketing"),
     "DistributedDataParallel.scale_gradients": (DistributedDataParallel.scale_gradients, 2, ""),
@@ -99,9 +111,14 @@ FIELDS: dict[type, str] = {
     attention.SelfAttentionSubmodules: "linear_qkv core_attention linear_proj q_layernorm k_layernorm",
     transformer_layer.TransformerLayerSubmodules: "input_layernorm self_attention pre_mlp_layernorm mlp",
     transformer_block.TransformerBlockSubmodules: "layer_specs layer_norm",
+    MoESubmodules: "experts shared_experts router",
     TransformerConfig: """calculate_per_token_loss sequence_parallel recompute_granularity recompute_method
     recompute_num_layers use_cpu_initialization params_dtype kv_channels softmax_scale num_moe_experts
-    apply_query_key_layer_scaling gated_linear_unit normalization""",
+    apply_query_key_layer_scaling gated_linear_unit normalization moe_layer_freq moe_router_topk
+    moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_pre_softmax moe_router_num_groups
+    moe_router_group_topk moe_router_topk_scaling_factor moe_router_score_function moe_router_enable_expert_bias
+    moe_expert_capacity_factor moe_input_jitter_eps moe_router_force_load_balancing moe_router_fusion
+    moe_enable_routing_replay""",
     DistributedDataParallelConfig: """overlap_grad_reduce average_in_collective use_distributed_optimizer
     grad_reduce_in_fp32 bucket_size""",
     OptimizerConfig: """optimizer lr sgd_momentum adam_beta1 adam_beta2 adam_eps weight_decay clip_grad bf16
@@ -159,9 +176,21 @@ def test_packed_parameters_matter_to_thd_only():
 def test_seams_are_listed():
     """Every symbol that is checked here stands in docs/seams.md, under its own or its owner's name."""
     text = (Path(__file__).parents[2] / "docs" / "seams.md").read_text()
-    ours = ("SegmentCoreAttention", "SegmentTransformerLayer", "SequenceParallelNorm", "MicrobatchParams")
+    ours = (
+        "SegmentRouter",
+        "SegmentCoreAttention",
+        "SegmentTransformerLayer",
+        "SequenceParallelNorm",
+        "MicrobatchParams",
+    )
     for name in (*ours, "RotaryEmbedding.get_emb", "finalize_model_grads", "get_gpt_decoder_layer_specs"):
         assert name in text, f"docs/seams.md does not mention {name}"
+
+
+@pytest.mark.parametrize("method", ["__init__", "forward"])
+def test_our_router_takes_what_upstream_takes(method):
+    upstream, ours = (list(inspect.signature(getattr(c, method)).parameters) for c in (TopKRouter, SegmentRouter))
+    assert ours == upstream, "the router is called with other arguments than ours takes"
 
 
 # What the symbols do.
