@@ -59,12 +59,12 @@ class StepMetrics:
     tokens_per_s: float
     peak_bytes: int
     peak_bytes_predicted: int | None
+    route_mismatch: float | None
+    fallback: int
     load_balancing_loss: float | None
     z_loss: float | None
     routes_replayed: int | None
     routes_native: int | None
-    route_mismatch: float | None
-    fallback: int
 
     def to_json(self) -> str:
         """One line of strict JSON: a number that is not finite becomes null."""
