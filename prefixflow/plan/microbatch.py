@@ -122,24 +122,35 @@ def pack_microbatches(
     return _finish(forest, top, multiple)
 
 
-def with_dummies(microbatches: Sequence[Microbatch], count: int, *, num_tokens: int) -> tuple[Microbatch, ...]:
-    """`microbatches` and, at the end, dummies of `num_tokens` padding that make them `count`."""
-    padding = Range(0, num_tokens)
-    dummies = tuple(
-        Microbatch(
-            id=index,
-            segments=(),
-            spans=(),
-            num_physical_tokens=num_tokens,
-            parent=None,
-            reads=(),
-            writes=(),
-            local=(LocalSlice(padding, padding, causal=True),),
-            cached=(),
+def placed(
+    microbatches: Sequence[Microbatch], places: Sequence[int], count: int, *, num_tokens: int
+) -> tuple[Microbatch, ...]:
+    """`microbatches` at their `places` among `count`, with dummies of `num_tokens` padding at the others."""
+    moved = {
+        place: replace(
+            m,
+            id=place,
+            parent=None if m.parent is None else places[m.parent],
+            reads=tuple(sorted(places[read] for read in m.reads)),
         )
-        for index in range(len(microbatches), count)
+        for m, place in zip(microbatches, places, strict=True)
+    }
+    return tuple(moved[i] if i in moved else _dummy(i, num_tokens) for i in range(count))
+
+
+def _dummy(index: int, num_tokens: int) -> Microbatch:
+    padding = Range(0, num_tokens)
+    return Microbatch(
+        id=index,
+        segments=(),
+        spans=(),
+        num_physical_tokens=num_tokens,
+        parent=None,
+        reads=(),
+        writes=(),
+        local=(LocalSlice(padding, padding, causal=True),),
+        cached=(),
     )
-    return (*microbatches, *dummies)
 
 
 def padded(microbatch: Microbatch, num_tokens: int) -> Microbatch:

@@ -35,11 +35,12 @@ from prefixflow.forest import (
     resolve_routes,
 )
 from prefixflow.plan import microbatch as packing
+from prefixflow.plan.align import aligned_places
 from prefixflow.plan.batch import MicrobatchArrays, microbatch_arrays, segment_row_counts
 from prefixflow.plan.chunk import chunk_segments
 from prefixflow.plan.cost import CostModel, Costs, MeasuredCosts
 from prefixflow.plan.fold import fold_small_segments
-from prefixflow.plan.microbatch import Microbatch, pack_microbatches, padded, with_dummies
+from prefixflow.plan.microbatch import Microbatch, pack_microbatches, padded, placed
 from prefixflow.plan.placement import place_forest, place_trees
 from prefixflow.trajectories.types import Trajectory, check_trajectories
 
@@ -457,13 +458,17 @@ def _spread_over(
 
 
 def _filled(packed: Sequence[Sequence[Microbatch]], config: PlanConfig) -> tuple[tuple[Microbatch, ...], ...]:
-    """Fill every block of ranks with dummies, to equal numbers and with interleaved stages to whole rounds."""
+    """Line up every block of ranks and fill it with dummies, with interleaved stages to whole rounds."""
     multiple = config.pipeline_size if config.num_chunks > 1 else 1
     ranks: list[tuple[Microbatch, ...]] = []
     for start in range(0, len(packed), config.expert_block):
         block = packed[start : start + config.expert_block]
-        count = -(-max(map(len, block)) // multiple) * multiple
-        filled = [with_dummies(microbatches, count, num_tokens=config.token_multiple) for microbatches in block]
+        places, count = aligned_places(block)
+        count = -(-count // multiple) * multiple
+        filled = [
+            placed(microbatches, to, count, num_tokens=config.token_multiple)
+            for microbatches, to in zip(block, places, strict=True)
+        ]
         if config.equal_tokens:
             num_tokens = max((m.num_physical_tokens for rank in filled for m in rank), default=0)
             filled = [tuple(padded(m, num_tokens) for m in rank) for rank in filled]

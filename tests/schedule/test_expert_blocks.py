@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
 from prefixflow.plan import plan as planning
+from prefixflow.plan.microbatch import Microbatch
 from prefixflow.plan.plan import Plan, PlanConfig, build_plan
 from prefixflow.schedule.ops import Kind
 from prefixflow.schedule.search import block_reads, rank_table, tables_digest
 from prefixflow.schedule.simulate import simulate
-from prefixflow.schedule.table import validate
+from prefixflow.schedule.table import OpTable, validate
 from prefixflow.testing.generate import stepwise_chains, two_level_groups
 from prefixflow.trajectories import Trajectory
 from tests.plan.groups import batch_of
@@ -101,6 +104,26 @@ def test_microbatches_that_meet_in_forward_meet_in_backward() -> None:
     (rows,) = tables(plan)
     assert [op.microbatch for op in rows[0] if op.kind is Kind.BACKWARD] == [3, 2, 1, 0]
     assert tables_digest(plan) != tables_digest(replace(plan, ranks=(ranks[0], ranks[0])))
+
+
+def most_alive(table: OpTable) -> int:
+    """Microbatches between their F and their B at once, on the first pipeline rank."""
+    changes = [1 if op.kind is Kind.FORWARD else -1 for op in table.rows[0]]
+    return max(accumulate(changes))
+
+
+def test_trees_that_begin_together_keep_few_microbatches_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = two_level_groups(24, 6, prefix_tokens=(20, 60), suffix_tokens=(5, 15))
+    config = PlanConfig(32, data_parallel_size=4, expert_block=4)
+    plan = build_plan(batch, config)
+    alone = max(most_alive(rank_table(build_plan(batch, replace(config, expert_block=1)), rank)) for rank in range(4))
+    assert most_alive(rank_table(plan, 0)) <= 2 * alone
+    monkeypatch.setattr(planning, "aligned_places", one_after_another)
+    assert most_alive(rank_table(build_plan(batch, config), 0)) > 4 * alone
+
+
+def one_after_another(ranks: Sequence[Sequence[Microbatch]]) -> tuple[tuple[tuple[int, ...], ...], int]:
+    return tuple(tuple(range(len(rank))) for rank in ranks), max(map(len, ranks))
 
 
 def test_blocks_divide_the_ranks() -> None:
