@@ -18,11 +18,7 @@ import torch
 from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias, reset_model_temporary_tensors
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer.moe.moe_utils import (
-    MoEAuxLossAutoScaler,
-    clear_aux_losses_tracker,
-    get_moe_layer_wise_logging_tracker,
-)
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -112,7 +108,8 @@ class Reference:
                 self._reference_logprobs = [self._score(t)[0] for t in trajectories]
         sums = {name: torch.zeros_like(p, dtype=self.accumulator) for name, p in self.model.named_parameters()}
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1 / len(trajectories)))
-        clear_aux_losses_tracker()
+        # Not its own function for this: its sums have as many layers as the first model of the process.
+        get_moe_layer_wise_logging_tracker().clear()
         total, logprobs, routes = 0.0, [], []
         for index, trajectory in enumerate(trajectories):
             self.model.zero_grad(set_to_none=True)

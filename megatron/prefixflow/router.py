@@ -90,8 +90,9 @@ class RoutingContext:
         assert self.losses is not None
         if self._score_gradients is None:
             of_segments = self.losses.score_gradients(self.segments)
-            # The last row is that of padding.
-            self._score_gradients = torch.cat([of_segments, torch.zeros_like(of_segments[:1])])
+            # The last row is that of padding, the only one of a dummy.
+            of_padding = of_segments.new_zeros(1, *of_segments.shape[1:])
+            self._score_gradients = torch.cat([of_segments, of_padding])
         gradient = self._score_gradients[self.segment_of, place].to(values.dtype)
         self.losses.load_balancing_value += (values * gradient).sum()
         return gradient

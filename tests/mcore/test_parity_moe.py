@@ -35,7 +35,8 @@ CASES = [
     ("mixed-conflicts", f"{MOE} --max-tokens 64 {ROLLOUT} --route-mismatch first {BIAS} {GROUPED}"),
     # Small microbatches: those that meet in F must meet in B, whatever tree each rank is in.
     ("mixed", f"{MOE} --max-tokens 16 --ep 2 --recompute full {LOSSES}"),
-    ("one-group", f"{MOE} --max-tokens 32 --ep 2 {BIAS} {GROUPED} --moe-token-dispatcher-type allgather"),
+    # One rank has nothing but dummies.
+    ("one-group", f"{MOE} --max-tokens 32 --ep 2 {BIAS} {GROUPED} {LOSSES} --moe-token-dispatcher-type allgather"),
     # Each tensor-parallel rank sends its own tokens through its own copy of all experts.
     ("groups", f"{MOE} --max-tokens 32 --tp 2"),
     ("mixed-routes", f"{MOE} --max-tokens 64 --ep 2 --tp 2 --dp 2 {ROLLOUT} {LOSSES}"),
