@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from prefixflow.runtime.world import Worlds
-from prefixflow.testing.generate import two_level_groups
-from prefixflow.trajectories import Trajectory, read_trajectories, write_trajectories
+from prefixflow.testing.generate import two_level_groups, with_routes
+from prefixflow.trajectories import RouteShape, Trajectory, read_trajectories, write_trajectories
 
 ROOT = Path(__file__).resolve().parents[2]
 METRIC_KEYS = [
@@ -333,6 +333,25 @@ def test_several_updates_on_one_batch(tmp_path: Path, worlds: Worlds, train: Tra
     from_file = train(1, arguments(tmp_path / "given.jsonl", "--updates-per-batch", "2"))
     for key in ("loss", "grad_norm", "clip_fraction"):
         assert column(from_file, key) == pytest.approx(column(twice, key), rel=1e-9), key
+
+
+MOE = ("--model", "tiny-moe", "--num-layers", "2", "--moe-aux-loss-coeff", "0.1", "--moe-z-loss-coeff", "0.01")
+
+
+@pytest.mark.parametrize("replay", ["off", "record", "rollout"])
+def test_experts_take_whose_routes_they_are_told(tmp_path: Path, train: Train, replay: str) -> None:
+    shape = RouteShape(num_layers=2, topk=2, num_experts=8)
+    write_trajectories(tmp_path / "m.jsonl", with_routes(groups_of(4, 4), shape, conflicting=0.05))
+    more = ("--ep", "2", "--updates-per-batch", "2", "--routing-replay", replay, "--route-mismatch", "first")
+    metrics = train(2, arguments(tmp_path / "m.jsonl", *MOE, *more, dtype="float32"))
+    routed = [2 * computed for computed in column(metrics, "computed_tokens")]
+    replayed = {"off": [0, 0], "record": [0, routed[1]], "rollout": routed}[replay]
+    assert column(metrics, "routes_replayed") == replayed
+    assert column(metrics, "routes_native") == [all_ - ours for all_, ours in zip(routed, replayed, strict=True)]
+    assert [rate is not None for rate in column(metrics, "route_mismatch")] == [replay == "rollout"] * 2
+    # Of a router that spreads evenly it is 1; these are random.
+    assert all(0.9 < value < 1.5 for value in column(metrics, "load_balancing_loss"))
+    assert all(value > 0 for value in column(metrics, "z_loss"))
 
 
 def test_reference_is_the_initial_policy(file: Path, tmp_path: Path, worlds: Worlds, train: Train) -> None:
