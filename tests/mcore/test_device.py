@@ -52,12 +52,22 @@ class Outcome:
     grad_norms: list[float]
 
 
+def drop_groups() -> None:
+    """Other tests share these processes and leave their groups behind."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    destroy_subgroups()
+
+
 def train(case: Case) -> Outcome:
     """Three steps of one case; every rank returns the same losses."""
     assert install_cpu_device_layer()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+    drop_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
@@ -68,8 +78,7 @@ def train(case: Case) -> Outcome:
         model_parallel_cuda_manual_seed(1)
         return _train(case)
     finally:
-        parallel_state.destroy_model_parallel()
-        destroy_subgroups()
+        drop_groups()
 
 
 def _train(case: Case) -> Outcome:
@@ -377,6 +386,7 @@ def group_sizes() -> dict[str, int]:
     assert install_cpu_device_layer()
     from megatron.core import parallel_state as state
 
+    drop_groups()
     state.initialize_model_parallel(context_parallel_size=2)
     try:
         summed = torch.ones(1, device="cuda")
@@ -387,8 +397,7 @@ def group_sizes() -> dict[str, int]:
             "dp_cp": state.get_data_parallel_world_size(with_context_parallel=True),
         }
     finally:
-        state.destroy_model_parallel()
-        destroy_subgroups()
+        drop_groups()
 
 
 def test_context_parallel_groups(worlds: Worlds) -> None:
