@@ -1150,10 +1150,6 @@ def _given(value: Any) -> bool:
     return value not in (None, False, [], ())
 
 
-def _more_than_one(value: Any) -> bool:
-    return value is not None and value > 1
-
-
 def _not(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value not in values
 
@@ -1163,8 +1159,7 @@ def _not_built(reason: str, wants: Callable[[Any], bool], names: str) -> tuple[N
 
 
 NOT_BUILT_YET: tuple[NotBuilt, ...] = (
-    *_not_built("context parallelism", _more_than_one, "--context-parallel-size"),
-    *_not_built("context parallelism", _not("auto", "gather"), "--context-parallel-kv"),
+    *_not_built("K/V kept sharded and rotated", _not("auto", "gather"), "--context-parallel-kv"),
     *_not_built("the memory plan", _not("auto", "keep"), "--prefix-memory"),
     *_not_built("the memory plan", _given, "--kv-budget-gib --memory-budget-gib"),
     *_not_built("sampling rollouts", _not("trace"), "--rollout"),

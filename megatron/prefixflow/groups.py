@@ -13,7 +13,8 @@ from prefixflow.runtime.links import Channel
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Groups of this rank. `model_parallel` is tensor x pipeline; `data_parallel` excludes context parallel ranks.
+    """Groups of this rank. `model_parallel` is tensor x pipeline; `data_parallel` excludes context parallel ranks, which
+    are `context`, and `data_context` is both.
 
     Experts regroup the ranks of a pipeline stage: `expert` holds different experts, `expert_tensor` shards of the same
     ones, `expert_data` copies of a shard; `expert_model_parallel` is expert x expert tensor x pipeline.
@@ -24,6 +25,7 @@ class Groups:
     pipeline: dist.ProcessGroup
     data_parallel: dist.ProcessGroup
     data_context: dist.ProcessGroup
+    context: dist.ProcessGroup
     model_parallel: dist.ProcessGroup
     expert: dist.ProcessGroup
     expert_tensor: dist.ProcessGroup
@@ -34,6 +36,10 @@ class Groups:
     @property
     def tensor_rank(self) -> int:
         return self.tensor.rank()
+
+    @property
+    def context_rank(self) -> int:
+        return self.context.rank()
 
     @property
     def data_rank(self) -> int:
@@ -57,6 +63,7 @@ def current_groups() -> Groups:
         pipeline=pipeline,
         data_parallel=parallel_state.get_data_parallel_group(),
         data_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        context=parallel_state.get_context_parallel_group(),
         model_parallel=parallel_state.get_model_parallel_group(),
         expert=parallel_state.get_expert_model_parallel_group(),
         expert_tensor=parallel_state.get_expert_tensor_parallel_group(),

@@ -313,6 +313,7 @@ def reference_config(config: Any) -> Any:
         config,
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
+        context_parallel_size=1,
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=1,
         virtual_pipeline_model_parallel_size=None,

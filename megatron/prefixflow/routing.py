@@ -20,6 +20,7 @@ from prefixflow.forest.forest import Forest
 from prefixflow.plan.batch import MicrobatchArrays
 from prefixflow.plan.microbatch import Microbatch
 from prefixflow.runtime.attention.function import Operation
+from prefixflow.runtime.context import ContextParallel, SplitMicrobatch
 from prefixflow.runtime.router_losses import RouterLosses
 from prefixflow.trajectories import RouteShape
 
@@ -78,6 +79,7 @@ class StageRouting:
     is_training: counts and losses are those of a training step; else nothing but routes is kept.
     kept: routes by microbatch and layer number from pass to pass; None keeps none.
     tp_group: tensor-parallel ranks, whose rows are parts of a microbatch under sequence parallelism.
+    parallel: ranks that share each microbatch's positions; None where this one holds them all.
     """
 
     def __init__(
@@ -88,8 +90,10 @@ class StageRouting:
         is_training: bool,
         kept: dict[int, dict[int, Tensor]] | None = None,
         tp_group: Any,
+        parallel: ContextParallel | None = None,
     ) -> None:
         self.config = model.config
+        self._parallel = parallel
         self.routers = chunk_routers(model)
         self.losses: RouterLosses | None = None
         self.routes_replayed = 0
@@ -106,12 +110,14 @@ class StageRouting:
         for router in self.routers:
             router.keep_buffers_float32()
 
-    def context(self, microbatch: Microbatch, arrays: MicrobatchArrays) -> RoutingContext:
+    def context(
+        self, microbatch: Microbatch, arrays: MicrobatchArrays, split: SplitMicrobatch | None = None
+    ) -> RoutingContext:
         """The context of a microbatch, from its F to its B; counts its routes as replayed or native."""
-        segment_of = self._local_rows(arrays.segment_of)
+        segment_of = self._local_rows(arrays.segment_of, split)
         is_padding = segment_of < 0
         kept = (self._kept or {}).get(microbatch.id, {})
-        given = {} if arrays.routes is None or kept else self._given(self._local_rows(arrays.routes))
+        given = {} if arrays.routes is None or kept else self._given(self._local_rows(arrays.routes, split))
         for layer in self._layers:
             is_replayed = ~is_padding
             if layer not in kept:
@@ -121,8 +127,8 @@ class StageRouting:
         return RoutingContext(
             segments=microbatch.segments,
             segment_of=self._tensor(np.where(is_padding, len(microbatch.segments), segment_of)),
-            multiplicity=self._tensor(self._local_rows(arrays.multiplicity)),
-            mean_weight=self._tensor(self._local_rows(arrays.mean_weight)),
+            multiplicity=self._tensor(self._local_rows(arrays.multiplicity, split)),
+            mean_weight=self._tensor(self._local_rows(arrays.mean_weight, split)),
             losses=self.losses,
             layers=self._layers,
             given={layer: self._tensor(routes) for layer, routes in given.items()},
@@ -154,14 +160,18 @@ class StageRouting:
         counts = torch.stack([context.counts[layer] for layer in self._layers], dim=1)
         if self._is_split:
             dist.all_reduce(counts, group=self._tp_group)
+        if self._parallel is not None:
+            dist.all_reduce(counts, group=self._parallel.group)
         self.losses.record(context.segments, counts)
         context.counts.clear()
 
     def _given(self, routes: np.ndarray) -> dict[int, np.ndarray]:
         return {layer: routes[:, self._places[layer]] for layer in self._layers}
 
-    def _local_rows(self, array: np.ndarray) -> np.ndarray:
+    def _local_rows(self, array: np.ndarray, split: SplitMicrobatch | None) -> np.ndarray:
         """The rows of a microbatch [T, ...] that the routers of this rank see."""
+        if split is not None:
+            array = array[split.index]
         if not self._is_split:
             return array
         num_rows = len(array) // self._tp_group.size()

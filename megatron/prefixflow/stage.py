@@ -30,6 +30,7 @@ from prefixflow.plan.microbatch import Microbatch
 from prefixflow.runtime.attention.function import AttentionContext, Operation
 from prefixflow.runtime.attention.kernels import AttentionKernel
 from prefixflow.runtime.cache import KVCache
+from prefixflow.runtime.context import ContextParallel, SplitMicrobatch
 from prefixflow.runtime.logprobs import RowLogprobs, VocabShard
 from prefixflow.runtime.objective import Objective
 from prefixflow.trajectories.types import Trajectory
@@ -47,10 +48,16 @@ class Workload:
 
 @dataclass(slots=True)
 class _Scored:
-    """Rows of a microbatch on the last stage, from F to B."""
+    """Rows of a microbatch on the last stage, from F to B.
+
+    rows: those of this rank's positions; row_index: their places among its positions; own: their numbers among the
+    `num_rows` of the microbatch, None where they are all of them.
+    """
 
     rows: RowLogprobs
     row_index: Tensor
+    own: Tensor | None
+    num_rows: int
     entry_row: Tensor
     entry_index: Tensor
 
@@ -78,6 +85,7 @@ class StageRunner:
     cache: K/V of this chunk's layers, its own: chunks of one rank are at different microbatches.
     training: graphs are kept for B; otherwise F alone runs, without graphs (old-policy and reference passes).
     routing: of this chunk's routers; None in a model without experts.
+    parallel: ranks that share each microbatch's positions; None where this one holds them all.
     """
 
     def __init__(
@@ -91,8 +99,10 @@ class StageRunner:
         training: bool,
         tp_group: Any,
         routing: StageRouting | None = None,
+        parallel: ContextParallel | None = None,
     ) -> None:
         self.model = model
+        self.parallel = parallel
         self.config = model.config
         self.routing = routing
         self.workload = workload
@@ -114,7 +124,8 @@ class StageRunner:
         workload = self.workload
         arrays = microbatch_arrays(workload.forest, microbatch, workload.trajectories, workload.routes)
         context = self._context(microbatch, arrays)
-        routing = None if self.routing is None else self.routing.context(microbatch, arrays)
+        split = context.split
+        routing = None if self.routing is None else self.routing.context(microbatch, arrays, split)
         if received is not None and self.training:
             received.requires_grad_()
         with torch.set_grad_enabled(self.training), self._routed(routing, context.operation):
@@ -124,7 +135,7 @@ class StageRunner:
         self.num_computed_tokens += microbatch.num_tokens
         scored = None
         if self._head is not None:
-            scored = self._head.score(hidden, arrays, keep_logits=keep_logits and self.training)
+            scored = self._head.score(hidden, arrays, split, keep_logits=keep_logits and self.training)
         if self.training:
             root = get_gradient_edge(hidden)
             self._alive[m] = _Alive(received, root, hidden.shape, hidden.dtype, context, routing, scored)
@@ -158,22 +169,26 @@ class StageRunner:
     def _context(self, microbatch: Microbatch, arrays: MicrobatchArrays) -> AttentionContext:
         # Nothing reads the last layer's output where no row is scored; a router's own losses would.
         dead_tail = arrays.num_rows == 0 and self.config.num_moe_experts is None
+        split = None if self.parallel is None else self.parallel.split(microbatch, self.device)
         return AttentionContext(
-            local=microbatch.local,
-            cached=microbatch.cached,
+            local=microbatch.local if split is None else split.shard.local_slices(microbatch.local),
+            cached=microbatch.cached if split is None else split.shard.cached_slices(microbatch.cached),
             writes=tuple((s, microbatch.span_of(s)) for s in microbatch.writes),
             cache=self.cache,
             kernel=self.kernel,
             operation=Operation.FORWARD if self.training else Operation.FORWARD_ONLY,
             keys_only_layer=self.config.num_layers if dead_tail else None,
+            split=split,
         )
 
     def _body(self, arrays: MicrobatchArrays, context: AttentionContext, received: Tensor | None) -> Tensor:
-        """Embedding (first stage) and layers: hidden states [T, 1, h] ([T/tp, 1, h] under sequence parallelism)."""
-        positions = self._tensor(arrays.positions)
+        """Embedding (first stage) and layers: hidden states [T, 1, h] of this rank's T positions ([T/tp, 1, h] under
+        sequence parallelism)."""
+        index = slice(None) if context.split is None else context.split.index
+        positions = self._tensor(arrays.positions[index])
         hidden = None
         if received is None:
-            tokens = self._tensor(arrays.tokens).unsqueeze(0)
+            tokens = self._tensor(arrays.tokens[index]).unsqueeze(0)
             hidden = self._embed(tokens, positions.unsqueeze(0))
         else:
             self.model.set_input_tensor(received)
@@ -225,8 +240,13 @@ class LanguageModelHead:
         self.tp_group = tp_group
         self.sequence_parallel = model.config.sequence_parallel
 
-    def score(self, hidden: Tensor, arrays: MicrobatchArrays, *, keep_logits: bool) -> _Scored | None:
-        """Score the rows and record their entries; None where the microbatch has none."""
+    def score(
+        self, hidden: Tensor, arrays: MicrobatchArrays, split: SplitMicrobatch | None, *, keep_logits: bool
+    ) -> _Scored | None:
+        """Score the rows and record their entries; None where the microbatch has none.
+
+        Under context parallelism each rank scores the rows of its positions and records those of all.
+        """
         if arrays.num_rows == 0:
             return None
         full = hidden.detach()
@@ -235,27 +255,35 @@ class LanguageModelHead:
                 full, tensor_parallel_output_grad=False, group=self.tp_group
             )
         device = hidden.device
-        row_index = torch.from_numpy(arrays.row_index).to(device)
+        own = None if split is None else split.own_rows(arrays.row_index)
+        places = arrays.row_index if split is None else split.place[arrays.row_index]
+        chosen = slice(None) if own is None else own
+        row_index = torch.from_numpy(places[chosen]).to(device)
         rows = RowLogprobs.forward(
             full.squeeze(1).index_select(0, row_index),
-            torch.from_numpy(arrays.row_label).to(device),
+            torch.from_numpy(arrays.row_label[chosen]).to(device),
             self._shard(),
-            temperature=torch.from_numpy(arrays.row_temperature).to(device),
+            temperature=torch.from_numpy(arrays.row_temperature[chosen]).to(device),
             with_entropy=self.objective.needs_entropy,
             keep=keep_logits,
         )
+        logprobs, entropy = rows.logprobs, rows.entropy
+        if split is not None:
+            logprobs, entropy = split.gather_rows(arrays.row_index, logprobs, entropy)
         entry_row = torch.from_numpy(arrays.entry_row).to(device)
         entry_index = self.objective.entry_index(arrays.entry_trajectory, arrays.entry_token)
-        entropy = None if rows.entropy is None else rows.entropy[entry_row]
-        self.objective.record(entry_index, rows.logprobs[entry_row], entropy)
-        return _Scored(rows, row_index, entry_row, entry_index)
+        self.objective.record(entry_index, logprobs[entry_row], None if entropy is None else entropy[entry_row])
+        own_rows = None if own is None else torch.from_numpy(own).to(device)
+        return _Scored(rows, row_index, own_rows, arrays.num_rows, entry_row, entry_index)
 
     def gradient(self, scored: _Scored | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Loss gradient of the output, of `shape` [T/tp, 1, h]; adds the head's own gradient to its weight."""
         weight = self._weight()
         if scored is None:
             return weight.new_zeros(shape, dtype=dtype)
-        grads = self.objective.row_gradients(scored.entry_index, scored.entry_row, num_rows=len(scored.row_index))
+        grads = self.objective.row_gradients(scored.entry_index, scored.entry_row, num_rows=scored.num_rows)
+        if scored.own is not None:
+            grads = grads.take(scored.own)
         main_grad = getattr(weight, "main_grad", None)
         accumulate = main_grad is not None and main_grad.dtype == scored.rows.dtype
         grad_rows, grad_weight = scored.rows.backward(

@@ -26,6 +26,7 @@ from prefixflow.plan.microbatch import Microbatch
 from prefixflow.plan.plan import Plan
 from prefixflow.runtime.attention.kernels import AttentionKernel
 from prefixflow.runtime.cache import KVCache
+from prefixflow.runtime.context import ContextParallel
 from prefixflow.runtime.executor import Observer, execute
 from prefixflow.runtime.links import Links, Topology
 from prefixflow.runtime.loss import LossConfig
@@ -77,6 +78,7 @@ class StepRunner:
         self.parameter_dtype = parameter.dtype
         self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         self.caches = tuple(KVCache() for _ in self.chunks)
+        self.parallel = ContextParallel(groups.context) if groups.context.size() > 1 else None
         self.num_computed_tokens = 0
         self.num_bytes_sent = 0
         self.observe: Observer | None = None
@@ -151,6 +153,8 @@ class StepRunner:
         microbatches = plan.ranks[self.groups.data_rank]
         workload = Workload(plan.forest, microbatches, trajectories, self._routes(plan, trajectories))
         routing = self._routing(plan, training=training, store=store)
+        if self.parallel is not None:
+            self.parallel.num_bytes = 0
         position, num_ranks = self.groups.pipeline_rank, self.groups.pipeline.size()
         stages = {}
         for number, (chunk, cache) in enumerate(zip(self.chunks, self.caches, strict=True)):
@@ -164,6 +168,7 @@ class StepRunner:
                 training=training,
                 tp_group=self.groups.tensor,
                 routing=routing[number] if routing else None,
+                parallel=self.parallel,
             )
         table = rank_table(plan, self.groups.data_rank, training=training)
         row = table.rows[position]
@@ -201,6 +206,7 @@ class StepRunner:
                 is_training=training,
                 kept=store.chunk(number, plan.digest) if store is not None and keeps else None,
                 tp_group=self.groups.tensor,
+                parallel=self.parallel,
             )
             for number, chunk in enumerate(self.chunks)
         ]
@@ -222,7 +228,7 @@ class StepRunner:
 
     def _links(self, row: Sequence[Op], microbatches: Sequence[Microbatch]) -> Links:
         config = self.chunks[0].config
-        divisor = self.groups.tensor.size() if config.sequence_parallel else 1
+        divisor = self.groups.context.size() * (self.groups.tensor.size() if config.sequence_parallel else 1)
         ranks = self.groups.pipeline_ranks
         return Links(
             row,

@@ -256,8 +256,8 @@ class Scorer:
 
     @property
     def is_counted(self) -> bool:
-        """True on the one rank of each model that speaks for it: it scores, and is no tensor-parallel copy."""
-        return self.groups.tensor_rank == 0 and self.runner.has_head
+        """True on the one rank of each model that speaks for it: it scores, and no other rank speaks for its rows."""
+        return self.groups.tensor_rank == 0 and self.groups.context_rank == 0 and self.runner.has_head
 
     def plan(self, trajectories: Sequence[Trajectory], *, skip_zero_advantage: bool) -> Plan:
         config = plan_config(self.job.args, self.job.layout)

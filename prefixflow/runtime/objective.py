@@ -31,6 +31,10 @@ class RowGradients:
     logprobs: Tensor
     entropy: Tensor | None
 
+    def take(self, rows: Tensor) -> RowGradients:
+        """Of the rows [r] only."""
+        return RowGradients(self.logprobs[rows], None if self.entropy is None else self.entropy[rows])
+
 
 class Entries:
     """Numbers the trained (trajectory, token) pairs of the chosen trajectories, those of a trajectory together."""

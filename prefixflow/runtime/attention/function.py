@@ -1,6 +1,9 @@
 """Attention of one microbatch: slices joined by logsumexp, K/V of shared segments in a cache.
 
 Steps, for q [T, n, d] and k, v [T, n_kv, d] of one layer
+0. Under context parallelism q, k and v are of this rank's positions: K/V of the whole microbatch are gathered
+   first (`prefixflow.runtime.context`). Everything below then has the queries of this rank and the keys of the
+   microbatch, and gK/gV are partial sums, which the gather's backward adds up over ranks.
 1. `Inject`, where later microbatches read segments of this one: its forward stores their K/V, its
    backward adds the gradients gK/gV that the readers left to those from this microbatch.
 2. `SliceAttention`: one kernel call a slice. For slices a and b of the same queries
@@ -35,6 +38,7 @@ from prefixflow.plan.slices import CachedSlice, LocalSlice
 from prefixflow.ranges import Range
 from prefixflow.runtime.attention.kernels import AttentionKernel
 from prefixflow.runtime.cache import KVCache, accumulation_dtype, owns_memory
+from prefixflow.runtime.context import SplitMicrobatch
 
 
 class Operation(enum.Enum):
@@ -53,7 +57,10 @@ class AttentionContext:
     is set by the executor before each operation. `keys_only_layer` is the last layer of a
     microbatch without loss rows, whose attention output nothing reads.
 
-    Derived: `causal`, the causal slices by token; `full`, all others; `num_tokens`, T.
+    `split` under context parallelism: queries of all slices count among this rank's positions, keys of
+    local slices and `writes` among those of the microbatch. Without it the two are the same.
+
+    Derived: `causal`, the causal slices by query; `full`, all others; `num_tokens`, the queries.
     """
 
     local: tuple[LocalSlice, ...]
@@ -63,6 +70,7 @@ class AttentionContext:
     kernel: AttentionKernel
     operation: Operation = Operation.FORWARD
     keys_only_layer: int | None = None
+    split: SplitMicrobatch | None = None
     causal: tuple[LocalSlice, ...] = field(init=False)
     full: tuple[LocalSlice | CachedSlice, ...] = field(init=False)
     num_tokens: int = field(init=False)
@@ -72,11 +80,17 @@ class AttentionContext:
         self.full = (*(s for s in self.local if not s.causal), *self.cached)
         self.num_tokens = 0
         for piece in self.causal:
-            assert piece.queries == piece.keys, f"causal slice {piece}: queries and keys differ"
+            fits = piece.queries == piece.keys if self.split is None else len(piece.queries) == len(piece.keys)
+            assert fits, f"causal slice {piece}: queries and keys differ"
             assert piece.queries.start == self.num_tokens, (
                 f"causal slices must cover every token once; token {self.num_tokens} is followed by {piece.queries}"
             )
             self.num_tokens = piece.queries.stop
+
+    @property
+    def is_one_causal_slice(self) -> bool:
+        """True where one kernel call over all tokens is all there is."""
+        return len(self.causal) == 1 and not self.full and self.split is None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scale: float) -> Tensor:
         """`segment_attention` of this microbatch."""
@@ -92,6 +106,8 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext
     _check_shapes(q, k, v, context, layer)
     # A view of the fused projection, kept for backward, would keep the whole projection alive.
     q, k, v = (x if owns_memory(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+    if context.split is not None:
+        k, v = context.split.gather_keys_values(k, v)
     if context.writes:
         k, v = Inject.apply(k, v, context, layer)
     if layer == context.keys_only_layer:
@@ -167,18 +183,18 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, layer: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     kernel = context.kernel
-    if len(context.causal) == 1 and not context.full:
+    if context.is_one_causal_slice:
         return kernel.forward(q, k, v, True, scale)
     high = accumulation_dtype(q.dtype)
     out = torch.empty_like(q, dtype=high if context.full else q.dtype)
     lse = q.new_empty(q.shape[:2], dtype=high)
     for piece in context.causal:
-        rows = piece.queries.slice
-        out[rows], lse[rows] = kernel.forward(q[rows], k[rows], v[rows], True, scale)
+        rows, keys = piece.queries.slice, piece.keys.slice
+        out[rows], lse[rows] = kernel.forward(q[rows], k[keys], v[keys], True, scale)
     for part in context.full:
         rows = part.queries.slice
-        keys, values = _keys_values(part, k, v, context.cache, layer)
-        part_out, part_lse = kernel.forward(q[rows], keys, values, False, scale)
+        part_k, part_v = _keys_values(part, k, v, context.cache, layer)
+        part_out, part_lse = kernel.forward(q[rows], part_k, part_v, False, scale)
         merge_part(out[rows], lse[rows], part_out.to(high), part_lse)
     return out.to(q.dtype), lse
 
@@ -201,23 +217,25 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel = context.kernel
-    if len(context.causal) == 1 and not context.full:
+    if context.is_one_causal_slice:
         dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, True, scale)
         return dq, dk.to(k.dtype), dv.to(v.dtype)
     high = accumulation_dtype(q.dtype)
     in_graph = any(isinstance(part, LocalSlice) for part in context.full)
     dq = torch.empty_like(q, dtype=high if context.full else q.dtype)
-    dk, dv = (torch.empty_like(x, dtype=high if in_graph else x.dtype) for x in (k, v))
+    # The causal slices reach every key, unless other ranks run some of them.
+    new = torch.empty_like if context.split is None else torch.zeros_like
+    dk, dv = (new(x, dtype=high if in_graph else x.dtype) for x in (k, v))
     for piece in context.causal:
-        rows = piece.queries.slice
-        dq[rows], dk[rows], dv[rows] = kernel.backward(
-            dout[rows], q[rows], k[rows], v[rows], out[rows], lse[rows], True, scale
+        rows, keys = piece.queries.slice, piece.keys.slice
+        dq[rows], dk[keys], dv[keys] = kernel.backward(
+            dout[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], True, scale
         )
     for part in context.full:
         rows = part.queries.slice
-        keys, values = _keys_values(part, k, v, context.cache, layer)
+        part_k, part_v = _keys_values(part, k, v, context.cache, layer)
         part_dq, part_dk, part_dv = kernel.backward(
-            dout[rows], q[rows], keys, values, out[rows], lse[rows], False, scale
+            dout[rows], q[rows], part_k, part_v, out[rows], lse[rows], False, scale
         )
         dq[rows] += part_dq
         if isinstance(part, LocalSlice):
