@@ -362,7 +362,7 @@ def run_reuse(
         reduce_gradients(ddp)
         norm = gradient_norm(ddp, groups)
         grads = full_gradients(ddp, groups, gated=config.gated_linear_unit, vocab_size=args.vocab_size)
-        comparison.add(step, objective, grads, norm, runner.num_computed_tokens, routing, reference)
+        comparison.add(step, objective, grads, norm, runner, routing, reference)
         clip_gradients(ddp, reference.update.max_norm, norm)
         optimizer.step()
     return comparison.result(reference, full) if dist.get_rank() == 0 else {}
@@ -455,10 +455,12 @@ class Comparison:
         self.trajectories = trajectories
         self.plan = plan
         self.computed_tokens = 0
+        self.context_bytes = self.context_bytes_planned = 0
         self.steps: list[dict[str, Any]] = []
         self.first_grads: dict[str, Tensor] = {}
         self.first_logprobs: dict[int, np.ndarray] = {}
         self.first_routing = RoutingOutcome(0, 0, 0.0, {})
+        self.first_norm = 0.0
 
     def add(
         self,
@@ -466,22 +468,25 @@ class Comparison:
         objective: Objective,
         grads: dict[str, Tensor],
         norm: float,
-        computed_tokens: int,
+        runner: StepRunner,
         routing: RoutingOutcome,
         reference: SideFiles,
     ) -> None:
         loss = float(objective.terms.loss) if objective.terms is not None else 0.0
-        mine = (objective.trajectory_logprobs(), loss, computed_tokens)
+        mine = (objective.trajectory_logprobs(), loss, runner.num_computed_tokens)
+        moved = torch.tensor([runner.context_bytes, runner.context_bytes_planned])
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (*mine, self.has_head, self.groups.data_rank))
+        dist.all_gather_object(everyone, (moved, *mine, self.has_head, self.groups.data_rank))
         if dist.get_rank() != 0:
             return
-        # Ranks that hold the same trajectories (tensor parallel) report the same values: take one of each.
-        distinct = {position: item for *item, scores, position in reversed(everyone) if scores}
+        self.context_bytes, self.context_bytes_planned = sum(moved for moved, *_ in everyone).tolist()
+        # Ranks that hold the same trajectories (tensor and context parallel) report the same values: take one of each.
+        distinct = {position: item for _, *item, scores, position in reversed(everyone) if scores}
         logprobs = {i: lp for item in distinct.values() for i, lp in item[0].items()}
         self.computed_tokens = sum(item[2] for item in distinct.values())
         if step == 0:
             self.first_grads, self.first_logprobs, self.first_routing = grads, logprobs, routing
+            self.first_norm = norm
         errors = relative_errors(grads, reference.grads(step))
         expected_loss = reference.losses[step]
         total = sum(item[1] for item in distinct.values())
@@ -519,6 +524,7 @@ class Comparison:
             "loss_rel_err": max(s["loss"] for s in self.steps),
             "grad_norm_rel_err": max(s["norm"] for s in self.steps),
             "grad_norm": reference.norms[0],
+            "grad_norm_reuse": self.first_norm,
             "clipped": 0 < reference.update.max_norm < min(reference.norms),
             "logical_tokens": self.plan.forest.logical_tokens,
             "computed_tokens": self.computed_tokens,
@@ -526,6 +532,8 @@ class Comparison:
             "shared_segments": self.plan.forest.num_shared_segments,
             "microbatches": self.plan.num_microbatches,
             "lead": max(leads, default=0),
+            "context_bytes": self.context_bytes,
+            "context_bytes_planned": self.context_bytes_planned,
             "routes_replayed": self.first_routing.num_replayed,
             "routes_native": self.first_routing.num_native,
             "route_mismatch": None if self.plan.route_report is None else self.plan.route_report.rate,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.prefixflow.context import kv_traffic
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.overlap import EarlyReduction
 from megatron.prefixflow.router import has_router_terms
@@ -54,6 +55,8 @@ class StepRunner:
     routing_replay: whose routes a model with experts takes. A pass that is given a `RouteStore` fills it, or takes the
         routes that an earlier pass over the same plan left there; OFF leaves it alone.
     router_totals (attribute): of the last pass, on this rank.
+    context_bytes, context_bytes_planned (attributes): of K/V and their gradients that this rank has received from its
+        context-parallel peers in the last pass, and what the plan says it should.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class StepRunner:
         self.parallel = ContextParallel(groups.context) if groups.context.size() > 1 else None
         self.num_computed_tokens = 0
         self.num_bytes_sent = 0
+        self.context_bytes = self.context_bytes_planned = 0
         self.observe: Observer | None = None
         self.reduction: EarlyReduction | None = None
 
@@ -177,6 +181,10 @@ class StepRunner:
         self.num_computed_tokens = stages[position].num_computed_tokens
         self.num_bytes_sent = links.num_bytes_sent if links is not None else 0
         self.router_totals = router_totals(routing)
+        if self.parallel is not None:
+            self.context_bytes = self.parallel.num_bytes
+            traffic = kv_traffic(self.chunks, training=training)
+            self.context_bytes_planned = traffic.num_bytes(microbatches, self.parallel.size)
 
     def _routes(self, plan: Plan, trajectories: Sequence[Trajectory]) -> Sequence[np.ndarray] | None:
         """What each trajectory's positions are routed to, in a replay of the rollout."""

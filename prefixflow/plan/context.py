@@ -123,18 +123,17 @@ def _append(ranges: list[Range], new: Range) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KVTraffic:
-    """What moving own K/V costs in one layer of one microbatch.
+    """What moving own K/V costs, whatever later microbatches read them.
 
-    row_bytes: K and V of one position on one rank. gradient_row_bytes: the same in the precision of gradient sums.
-    num_gathers: gathers by F and B; num_reductions: reduce-scatters of gK/gV.
+    gathered_bytes: K and V of one position on one rank, summed over layers and once more for each layer that gathers again
+    in a recomputation. reduced_bytes: gK and gV of one position, in the precision of gradient sums, over layers; 0 without
+    a backward.
     """
 
-    row_bytes: int
-    gradient_row_bytes: int
-    num_gathers: int
-    num_reductions: int
+    gathered_bytes: int
+    reduced_bytes: int
 
     def num_bytes(self, microbatches: Sequence[Microbatch], size: int) -> int:
         """Bytes that each of `size` context-parallel ranks receives, over all microbatches."""
-        received = sum(m.num_physical_tokens // size * (size - 1) for m in microbatches)
-        return received * (self.num_gathers * self.row_bytes + self.num_reductions * self.gradient_row_bytes)
+        num_positions = sum(m.num_physical_tokens // size * (size - 1) for m in microbatches)
+        return num_positions * (self.gathered_bytes + self.reduced_bytes)
