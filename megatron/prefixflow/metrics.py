@@ -1,6 +1,6 @@
 """Metrics of a step: one JSON object a line, and one line that a person can read.
 
-Counts and sums run over data-parallel ranks, so tensor-parallel copies do not count twice. `time_forward_s` and
+Counts and sums run over data-parallel ranks, so tensor- and context-parallel copies do not count twice. `time_forward_s` and
 `time_backward_s` are sums over all ranks of the time inside F and B operations; `time_s` is the step's own
 duration and `peak_bytes` the memory peak, both of the rank with the largest.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.prefixflow.routing import RouterTotals
+from megatron.prefixflow.step import StepRunner
 from prefixflow.plan.plan import Plan
 from prefixflow.runtime.loss import LossTerms
 from prefixflow.runtime.router_losses import RouterLossConfig
@@ -36,7 +36,8 @@ class StepMetrics:
     `--skip-zero-advantage` does not run; tokens_per_s counts logical tokens. load_balancing_loss and z_loss are means over
     layers with experts and over trajectories, without coefficients; loss does not contain them. routes_replayed and
     routes_native count computed positions times those layers; route_mismatch is the share of shared positions whose
-    trajectories bring different routes.
+    trajectories bring different routes. context_bytes are K/V and their gradients that context-parallel ranks have received,
+    context_bytes_planned what the plan says they should.
     """
 
     step: int
@@ -65,6 +66,8 @@ class StepMetrics:
     z_loss: float | None
     routes_replayed: int | None
     routes_native: int | None
+    context_bytes: int
+    context_bytes_planned: int
 
     def to_json(self) -> str:
         """One line of strict JSON: a number that is not finite becomes null."""
@@ -141,19 +144,24 @@ class RankSums:
     z: float = 0.0
     routes_replayed: float = 0.0
     routes_native: float = 0.0
+    context_bytes: float = 0.0
+    context_bytes_planned: float = 0.0
 
     @classmethod
     def of(
         cls,
         terms: LossTerms | None,
-        num_computed_tokens: int,
         times: OpTimes,
-        routers: RouterTotals,
+        runner: StepRunner,
         *,
         is_counted: bool,
     ) -> RankSums:
-        """is_counted: False on tensor-parallel copies and on stages that do not score; they add their times and their
-        routers' totals only, since no two ranks route the same positions in the same layer."""
+        """Of the last pass of `runner`.
+
+        is_counted: False on tensor- and context-parallel copies and on stages that do not score; they add their times, their
+        routers' totals, since no two ranks route the same positions in the same layer, and what they received.
+        """
+        routers = runner.router_totals
         sums = cls(
             forward_s=times.forward_s,
             backward_s=times.backward_s,
@@ -161,10 +169,12 @@ class RankSums:
             z=routers.z or 0.0,
             routes_replayed=routers.routes_replayed,
             routes_native=routers.routes_native,
+            context_bytes=runner.context_bytes,
+            context_bytes_planned=runner.context_bytes_planned,
         )
         if not is_counted:
             return sums
-        sums = dataclasses.replace(sums, computed_tokens=float(num_computed_tokens))
+        sums = dataclasses.replace(sums, computed_tokens=float(runner.num_computed_tokens))
         if terms is None:
             return sums
         num_entries = float(terms.num_entries)
@@ -251,6 +261,8 @@ def step_metrics(
         routes_native=round(sums.routes_native) if routers else None,
         route_mismatch=None if plan.route_report is None else plan.route_report.rate,
         fallback=plan.num_fallback_groups,
+        context_bytes=round(sums.context_bytes),
+        context_bytes_planned=round(sums.context_bytes_planned),
     )
 
 

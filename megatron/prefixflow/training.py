@@ -343,7 +343,6 @@ class Trainer(Scorer):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         objective = self._forward_backward(work)
-        num_computed_tokens = self.runner.num_computed_tokens
         with doing("reducing gradients"):
             reduce_gradients(self.ddp)
             norm = gradient_norm(self.ddp, self.groups)
@@ -356,9 +355,8 @@ class Trainer(Scorer):
         self.num_steps += 1
         sums = RankSums.of(
             objective.terms,
-            num_computed_tokens,
             times,
-            self.runner.router_totals,
+            self.runner,
             is_counted=self.is_counted,
         ).reduce(self.device)
         # The reduction above has waited for every rank and every device.
@@ -438,7 +436,8 @@ class Trainer(Scorer):
     def write_trace(self, path: str) -> None:
         """Write the operations of all steps and ranks; rank 0 writes."""
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self.trace.events if self.groups.tensor_rank == 0 else [])
+        is_first = self.groups.tensor_rank == 0 and self.groups.context_rank == 0
+        dist.all_gather_object(everyone, self.trace.events if is_first else [])
         if dist.get_rank() == 0:
             write_trace(path, (event for events in everyone for event in events))
 

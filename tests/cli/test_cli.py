@@ -186,7 +186,7 @@ def test_bench_json_has_the_names_of_the_interface_and_calibrates(
         (["parity", "/nonexistent.jsonl"], "/nonexistent.jsonl"),
         (["parity", "/nonexistent.jsonl", "--calibrate", "/nonexistent.json"], "measures nothing"),
         (["parity", "x", "--cases", "/dev/null"], "--cases"),
-        (["parity", "/nonexistent.jsonl", "--cp", "2"], "context-parallel"),
+        (["parity", "/nonexistent.jsonl", "--cp", "2", "--context-parallel-kv", "ring"], "context-parallel-kv"),
     ],
 )
 def test_commands_refuse_before_a_world_starts(arguments: list[str], named: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import given
@@ -21,7 +22,7 @@ from tests.plan.groups import batches
 def microbatch(*lengths: int, num_physical: int) -> Microbatch:
     """Unrelated segments of these lengths, then padding."""
     bounds = np.cumsum([0, *lengths]).tolist()
-    spans = tuple(Range(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+    spans = tuple(Range(a, b) for a, b in pairwise(bounds))
     runs = (*spans, Range(bounds[-1], num_physical)) if bounds[-1] < num_physical else spans
     return Microbatch(
         id=0,
