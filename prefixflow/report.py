@@ -17,6 +17,7 @@ from prefixflow.forest import RouteMismatch
 from prefixflow.html import PageText, PlannedStep, write_page
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.calibrate import Calibration, MeasuredOn, layout_key, shape_digest
+from prefixflow.plan.context import KVTraffic
 from prefixflow.plan.cost import CostModel, MeasuredCosts
 from prefixflow.plan.layout import ParallelLayout, layers_per_stage
 from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, MERGED_PREFIX_TOKENS, MergeGroups, Plan, PlanConfig, PrefixReuse
@@ -28,7 +29,6 @@ from prefixflow.trajectories import Trajectory, read_trajectories, routes_path, 
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 NOT_BUILT_YET = {
-    "cp": "context parallelism",
     "memory_budget_gib": "the memory plan",
     "capacity": "the memory plan",
 }
@@ -58,13 +58,19 @@ class PlanReport:
     split_loss_tokens: int
     peak_bytes: dict[str, int]
     digest: str
+    context_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-def report_plan(plan: Plan, trajectories: Sequence[Trajectory], memory: MemoryModel) -> PlanReport:
-    """Figures of `plan`; leads, makespans and peaks are the largest over data-parallel ranks."""
+def report_plan(
+    plan: Plan, trajectories: Sequence[Trajectory], memory: MemoryModel, *, recomputes_attention: bool = False
+) -> PlanReport:
+    """Figures of `plan`; leads, makespans and peaks are the largest over data-parallel ranks.
+
+    recomputes_attention: a backward gathers K/V again, under full and under selective recomputation.
+    """
     tables = [rank_table(plan, rank) for rank in range(len(plan.ranks))]
     leads = [lead(forwards_needed(backward_order(table.reads))) for table in tables]
     peaks = [peak_bytes(plan, rank, row, memory) for rank, table in enumerate(tables) for row in table.rows]
@@ -93,7 +99,18 @@ def report_plan(plan: Plan, trajectories: Sequence[Trajectory], memory: MemoryMo
         split_loss_tokens=plan.split_loss_tokens,
         peak_bytes={phase.value: max(p[phase] for p in peaks) for phase in Phase},
         digest=plan.digest,
+        context_bytes=_context_bytes(plan, memory, recomputes_attention=recomputes_attention),
     )
+
+
+def _context_bytes(plan: Plan, memory: MemoryModel, *, recomputes_attention: bool) -> int:
+    """What all context-parallel ranks receive in a step."""
+    shape, size = memory.shape, memory.context_parallel
+    traffic = KVTraffic(
+        gathered_bytes=(1 + recomputes_attention) * shape.kv_bytes_per_token(memory.element_bytes),
+        reduced_bytes=shape.kv_gradient_bytes_per_token(memory.element_bytes),
+    )
+    return size * sum(traffic.num_bytes(microbatches, size) for microbatches in plan.ranks)
 
 
 def _cost_spread(plan: Plan, data_rank: int, rows: Sequence[int]) -> float:
@@ -175,7 +192,8 @@ def run_plan(options: argparse.Namespace) -> int:
         _refuse_unbuilt(options)
         _check_page_path(options)
         step = _planned_step(options)
-        report = report_plan(step.plan, step.trajectories, step.memory)
+        recomputes = options.recompute != "none"
+        report = report_plan(step.plan, step.trajectories, step.memory, recomputes_attention=recomputes)
         if options.html:
             write_page(options.html, _page_text(report, options), step)
     except (ValueError, OSError) as error:
@@ -191,9 +209,7 @@ def run_plan(options: argparse.Namespace) -> int:
 def _refuse_unbuilt(options: argparse.Namespace) -> None:
     for name, part in NOT_BUILT_YET.items():
         value = getattr(options, name)
-        # Sizes of one are the default; of the other flags every value asks for the missing part.
-        is_size = name == "cp"
-        if value not in (None, False) and not (is_size and value == 1):
+        if value not in (None, False):
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} is not built yet: it belongs to {part}. Way out: leave it out.")
 
@@ -231,7 +247,7 @@ def _planned_step(options: argparse.Namespace) -> PlannedStep:
             f"{shape.name} has no experts for --ep {options.ep} --etp {options.etp}; name another --model."
         )
     layout = ParallelLayout(
-        tp=options.tp, pp=options.pp, vpp=options.vpp, ep=options.ep, etp=options.etp, dp=options.dp
+        tp=options.tp, pp=options.pp, vpp=options.vpp, cp=options.cp, ep=options.ep, etp=options.etp, dp=options.dp
     )
     _check_layout(shape, layout)
     replays = shape.is_moe and any(routes_path(file).is_file() for file in trajectory_files(options.file))
@@ -245,7 +261,7 @@ def _planned_step(options: argparse.Namespace) -> PlannedStep:
     config = PlanConfig(
         max_tokens_per_microbatch=options.max_tokens,
         data_parallel_size=layout.dp,
-        token_multiple=layout.token_multiple if options.sequence_parallel else 1,
+        token_multiple=layout.token_multiple if options.sequence_parallel or layout.cp > 1 else 1,
         prefix_reuse=PrefixReuse(options.prefix_reuse),
         merge_groups=MergeGroups(options.merge_groups),
         pipeline_size=layout.pp,
@@ -267,6 +283,7 @@ def _planned_step(options: argparse.Namespace) -> PlannedStep:
         element_bytes=ELEMENT_BYTES[options.dtype],
         tensor_parallel=layout.tp,
         pipeline_parallel=layout.pp,
+        context_parallel=layout.cp,
         full_recompute=options.recompute == "full",
     )
     return PlannedStep(plan_pipeline(trajectories, config), trajectories, memory)
@@ -287,7 +304,7 @@ def headline(report: PlanReport, options: argparse.Namespace) -> str:
 
 
 def _page_text(report: PlanReport, options: argparse.Namespace) -> PageText:
-    sizes = {name: getattr(options, name) for name in ("tp", "pp", "vpp", "dp")}
+    sizes = {name: getattr(options, name) for name in ("tp", "pp", "vpp", "cp", "dp")}
     layout = "".join(f", {name} {size}" for name, size in sizes.items() if size > 1) or ", one rank"
     return PageText(
         source=Path(options.file).name,
@@ -328,6 +345,11 @@ def _numbers(report: PlanReport, options: argparse.Namespace) -> dict[str, str]:
     routes = {}
     if report.route_mismatch is not None:
         routes["routes"] = f"{report.route_mismatch:.2%} of shared positions in conflict, {options.route_mismatch}"
+    context = {}
+    if report.context_bytes:
+        context["context parallelism"] = (
+            f"K/V gathered once, {report.context_bytes / 2**30:.2f} GiB a step received by all ranks"
+        )
     return {
         "trajectories": f"{report.trajectories} in {report.groups} group{'s' if report.groups > 1 else ''}",
         "positions": f"{report.computed_tokens:,} computed of {report.logical_tokens:,} logical",
@@ -342,5 +364,6 @@ def _numbers(report: PlanReport, options: argparse.Namespace) -> dict[str, str]:
         "balance": f"most loaded rank {max(loads) / mean:.2f} of the mean over {len(loads)}"
         + (f", {report.split_loss_tokens:,} positions repeated by splits" if report.split_loss_tokens else ""),
         "peak memory": ", ".join(f"{phase} {size / 2**30:.2f} GiB" for phase, size in report.peak_bytes.items()),
+        **context,
         "digest": report.digest,
     }

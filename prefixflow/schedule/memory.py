@@ -36,13 +36,15 @@ class MemoryModel:
     """Bytes of things on one rank, from the model's shape.
 
     element_bytes of weights and activations. tensor_parallel divides all but layer inputs; pipeline_parallel all but
-    logits, as if layers, embedding and head were spread evenly.
+    logits, as if layers, embedding and head were spread evenly. context_parallel divides what belongs to positions but for
+    K/V and gK/gV, which each rank holds whole: those of cached segments, and those that a kept or running layer works on.
     """
 
     shape: ModelShape
     element_bytes: int = 2
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    context_parallel: int = 1
     full_recompute: bool = False
 
     @property
@@ -61,14 +63,22 @@ class MemoryModel:
     def kept_bytes_per_token(self) -> int:
         """What a forward leaves behind for its backward."""
         if self.full_recompute:
-            return self.shape.layer_input_bytes_per_token(self.element_bytes) // self.pipeline_parallel
-        return self.shape.activation_bytes_per_token(self.element_bytes) // self._model_parallel
+            inputs = self.shape.layer_input_bytes_per_token(self.element_bytes) // self.pipeline_parallel
+            return inputs // self.context_parallel
+        own = self.shape.activation_bytes_per_token(self.element_bytes) // self._model_parallel
+        return own // self.context_parallel + self._foreign_kv_bytes_per_token
 
     @property
     def working_bytes_per_token(self) -> int:
         """What a running backward needs beyond that: the recomputed layer, or gradients of one layer's activations."""
         whole = self.shape.activation_bytes_per_token(self.element_bytes) // self.tensor_parallel
-        return whole // self.shape.num_layers
+        of_layer = whole // self.shape.num_layers // self.context_parallel
+        return of_layer + self._foreign_kv_bytes_per_token * self.pipeline_parallel // self.shape.num_layers
+
+    @property
+    def _foreign_kv_bytes_per_token(self) -> int:
+        """K/V of a microbatch that belong to the positions of other context-parallel ranks."""
+        return self.kv_bytes_per_token * (self.context_parallel - 1) // self.context_parallel
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -18,7 +18,7 @@ from prefixflow.trajectories import write_trajectories
 PLAN_KEYS = {
     "logical_tokens", "computed_tokens", "reuse_ratio", "depth", "shared_segments", "trajectories", "groups",
     "microbatches", "dummy_microbatches", "lead", "predicted_speedup", "bound", "pipeline_efficiency", "rank_loads",
-    "peak_bytes", "digest", "split_loss_tokens", "microbatch_cost_spread", "largest_microbatch_tokens", "route_mismatch",
+    "peak_bytes", "digest", "context_bytes", "split_loss_tokens", "microbatch_cost_spread", "largest_microbatch_tokens", "route_mismatch",
 }  # fmt: skip
 BENCH_KEYS = {
     "prefix_ratio", "group_size", "dense_s", "reuse_s", "speedup", "bound", "fraction_of_bound", "peak_dense_bytes",
@@ -98,6 +98,18 @@ def test_plan_reports_routes_beside_the_file_and_dummies(tmp_path: Path, capsys:
     assert "0.00% of shared positions" in text
 
 
+def test_plan_counts_what_context_parallelism_moves_and_saves(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = plan_json(capsys, str(file), "--model", "tiny", "--dtype", "float64")
+    two = plan_json(capsys, str(file), "--model", "tiny", "--dtype", "float64", "--cp", "2")
+    again = plan_json(capsys, str(file), "--model", "tiny", "--dtype", "float64", "--cp", "2", "--recompute", "full")
+    assert one["context_bytes"] == 0
+    kv_bytes = 4 * 2 * 4 * 16 * 8
+    padding = two["context_bytes"] / (2 * kv_bytes) - two["computed_tokens"]
+    assert 0 <= padding < 4 * two["microbatches"]
+    assert again["context_bytes"] == 1.5 * two["context_bytes"]
+    assert two["peak_bytes"]["B"] < one["peak_bytes"]["B"]
+
+
 def test_plan_prints_a_table(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(file), "--model", "tiny"]) == 0
     text = capsys.readouterr().out
@@ -108,7 +120,6 @@ def test_plan_prints_a_table(file: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--cp", "2"], "context parallelism"),
         (["--ep", "2"], "no experts"),
         (["--memory-budget-gib", "3"], "memory plan"),
         (["--capacity"], "memory plan"),

@@ -102,6 +102,7 @@ CALLS: dict[str, tuple[Callable[..., Any], int, str]] = {
         context_parallel_size expert_model_parallel_size expert_tensor_parallel_size""",
     ),
     "get_data_parallel_group": (parallel_state.get_data_parallel_group, 0, "with_context_parallel"),
+    "get_context_parallel_group": (parallel_state.get_context_parallel_group, 0, ""),
     "get_tensor_model_parallel_group": (parallel_state.get_tensor_model_parallel_group, 0, ""),
     "get_model_parallel_group": (parallel_state.get_model_parallel_group, 0, ""),
 }

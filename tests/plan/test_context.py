@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixflow.forest import build_forest
@@ -72,6 +72,7 @@ def assert_invariants(m: Microbatch, shards: Sequence[ContextShard]) -> None:
     assert parts == whole
 
 
+@settings(deadline=None)
 @given(batches(max_groups=2), st.integers(2, 4), st.integers(1, 2), st.integers(1, 3))
 def test_invariants(trajectories: list[Trajectory], size: int, tp: int, budget: int) -> None:
     multiple = 2 * size * tp
@@ -83,6 +84,7 @@ def test_invariants(trajectories: list[Trajectory], size: int, tp: int, budget: 
         assert_invariants(m, context_shards(m, size))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 40), max_size=6), st.integers(1, 8))
 def test_any_lengths(lengths: list[int], size: int) -> None:
     num_physical = -(-max(sum(lengths), 1) // size) * size
