@@ -467,7 +467,7 @@ OUR_ROWS: tuple[Row, ...] = (
         "--context-parallel-kv",
         str,
         "auto",
-        "K/V under context parallelism",
+        "K/V under context parallelism; auto is gather",
         choices=("auto", "gather", "ring"),
     ),
     _ours("--routing-replay", str, "off", "routes of MoE layers", choices=("off", "record", "rollout")),
