@@ -284,6 +284,7 @@ def _planned_step(options: argparse.Namespace) -> PlannedStep:
         tensor_parallel=layout.tp,
         pipeline_parallel=layout.pp,
         context_parallel=layout.cp,
+        expert_parallel=layout.ep * layout.etp,
         full_recompute=options.recompute == "full",
     )
     return PlannedStep(plan_pipeline(trajectories, config), trajectories, memory)

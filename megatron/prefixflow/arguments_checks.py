@@ -212,6 +212,15 @@ def _validate_experts(values: Mapping[str, Any], given: Mapping[str, Any]) -> No
         raise ArgumentsError(
             f"--moe-layer-freq has {len(pattern)} entries, expected --num-layers {values['num_layers']}."
         )
+    if isinstance(pattern, int) and pattern < 1:
+        raise ArgumentsError(f"--moe-layer-freq is {pattern}, expected at least 1 (every layer has experts).")
+    if values["moe_router_enable_expert_bias"] and values["moe_router_score_function"] != "sigmoid":
+        raise ArgumentsError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid.")
+    num_groups, group_topk = values["moe_router_num_groups"], values["moe_router_group_topk"]
+    if (num_groups is None) != (group_topk is None):
+        raise ArgumentsError("--moe-router-num-groups and --moe-router-group-topk need each other: give both or none.")
+    if num_groups is not None and experts % num_groups:
+        raise ArgumentsError(f"--num-experts {experts} does not divide evenly over --moe-router-num-groups {num_groups}.")
     kinds, coefficients = values["moe_router_load_balancing_type"], values["moe_aux_loss_coeff"]
     if len(kinds) != len(coefficients):
         raise ArgumentsError(

@@ -99,7 +99,10 @@ def transformer_config(args: Arguments, *, on_gpu: bool | None = None) -> Transf
         has_apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
         keywords["gradient_accumulation_fusion"] &= has_te or has_apex
         keywords["apply_rope_fusion"] &= has_te
-    return TransformerConfig(**keywords)
+    try:
+        return TransformerConfig(**keywords)
+    except (ValueError, AssertionError) as error:
+        raise ArgumentsError(f"Megatron-Core refuses this model: {error or 'no reason given'}") from error
 
 
 def _transformer_keywords(args: Arguments) -> dict[str, Any]:

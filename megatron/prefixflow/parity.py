@@ -726,6 +726,7 @@ def _check(case: Case) -> None:
         raise ValueError(f"--calibrate {args.calibrate} does not exist, and parity measures nothing; bench does.")
     trajectories = _read(case, args)
     build_plan(trajectories, plan_config(args))
+    transformer_config(args)
     lacking = [t.id for t in trajectories if t.rollout_logprobs is None]
     if loss_config(args).tis_cap is not None and lacking:
         raise ValueError(f"--tis-cap needs rollout_logprobs, and trajectory {lacking[0]!r} of {case.file} brings none.")

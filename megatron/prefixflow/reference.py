@@ -65,7 +65,7 @@ def build_reference_model(config: Any, **gpt_kwargs: Any) -> GPTModel:
 class GivenRoutes:
     """Stands on Megatron's hook for replay, `TopKRouter.router_replay`: rows that are given, the others as Megatron would.
 
-    given [positions, top-k], -1 where unknown; None gives nothing. taken: of the last forward.
+    given [positions, top-k], a row with a -1 is unknown; None gives nothing. taken: of the last forward.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,8 @@ class GivenRoutes:
     ) -> tuple[Tensor, Tensor]:
         values, experts = native(scores, topk, num_groups, group_topk)
         if self.given is not None:
-            experts = torch.where(self.given < 0, experts, self.given)
+            is_known = (self.given >= 0).all(1, keepdim=True)
+            experts = torch.where(is_known, self.given, experts)
             values = scores.gather(1, experts)
         self.taken = experts
         return values, experts
@@ -274,12 +275,12 @@ def effective_routes(trajectories: Sequence[Trajectory], mismatch: str) -> list[
         routes = mine.routes.copy()
         donors = [t for t in trajectories if t.group == mine.group]
         donors.sort(key=lambda t: -_num_common(mine, t))
-        for position, layer in np.argwhere(mine.routes[..., 0] < 0):
+        for position, layer in np.argwhere((mine.routes < 0).any(-1)):
             for donor in donors:
                 if _num_common(mine, donor) <= position or position >= len(donor.routes):  # type: ignore[arg-type]
                     continue
                 row = donor.routes[position, layer]  # type: ignore[index]
-                if row[0] >= 0:
+                if (row >= 0).all():
                     routes[position, layer] = row
                     break
         filled.append(replace(mine, routes=routes))

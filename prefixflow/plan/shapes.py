@@ -138,6 +138,11 @@ class ModelShape:
         num_tables = 1 if self.tied_embeddings else 2
         return self.num_total_body_parameters + num_tables * self.num_head_parameters
 
+    @property
+    def num_expert_parameters(self) -> int:
+        """Those of `num_parameters` that expert parallelism splits: routed experts, not shared ones and no router."""
+        return self.num_moe_layers * self.num_experts * self._num_mlp_parameters(self.moe_ffn_hidden_size)
+
     def _num_body_parameters(self, num_experts_counted: int) -> int:
         num_dense_layers = self.num_layers - self.num_moe_layers
         num_moe = self.num_moe_layers and self._num_moe_parameters(num_experts_counted)

@@ -38,6 +38,7 @@ class MemoryModel:
     element_bytes of weights and activations. tensor_parallel divides all but layer inputs; pipeline_parallel all but
     logits, as if layers, embedding and head were spread evenly. context_parallel divides what belongs to positions but for
     K/V and gK/gV, which each rank holds whole: those of cached segments, and those that a kept or running layer works on.
+    expert_parallel: ranks that share a stage's routed experts, expert times expert-tensor parallel; tensor_parallel leaves them.
     """
 
     shape: ModelShape
@@ -45,6 +46,7 @@ class MemoryModel:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     context_parallel: int = 1
+    expert_parallel: int = 1
     full_recompute: bool = False
 
     @property
@@ -57,7 +59,9 @@ class MemoryModel:
         optimizer = OPTIMIZER_BYTES if self.element_bytes < FP32_BYTES else 2 * self.element_bytes
         gradient = max(self.element_bytes, FP32_BYTES)
         per_parameter = self.element_bytes + gradient + optimizer
-        return self.shape.num_parameters * per_parameter // self._model_parallel
+        num_experts = self.shape.num_expert_parameters
+        num_local = (self.shape.num_parameters - num_experts) // self.tensor_parallel + num_experts // self.expert_parallel
+        return num_local * per_parameter // self.pipeline_parallel
 
     @property
     def kept_bytes_per_token(self) -> int:
