@@ -200,6 +200,6 @@ MUTANTS = [
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_fault_is_caught(runner, files, mutant):
-    result = compare(runner, files["groups"], f"{TINY} --max-tokens 64 --cp 2", mutant=mutant)
+    result = compare(runner, files["groups-near"], f"{TINY} --max-tokens 64 --cp 2", mutant=mutant)
     assert not result["ok"]
     assert result["max_rel_grad_err"] > 1e-6, result["reasons"]
