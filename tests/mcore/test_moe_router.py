@@ -371,8 +371,9 @@ def recomputation_counts_again() -> None:
 def shared_positions_count_once() -> None:
     context = StageRouting.context
 
-    def mutant(self, microbatch, arrays):
-        return context(self, microbatch, replace(arrays, multiplicity=(arrays.multiplicity > 0).astype(np.int64)))
+    def mutant(self, microbatch, arrays, split):
+        one_each = (arrays.multiplicity > 0).astype(np.int64)
+        return context(self, microbatch, replace(arrays, multiplicity=one_each), split)
 
     patch(StageRouting, "context", mutant)
 
@@ -380,8 +381,8 @@ def shared_positions_count_once() -> None:
 def padding_counts() -> None:
     context = StageRouting.context
 
-    def mutant(self, microbatch, arrays):
-        return context(self, microbatch, replace(arrays, multiplicity=arrays.multiplicity.clip(min=1)))
+    def mutant(self, microbatch, arrays, split):
+        return context(self, microbatch, replace(arrays, multiplicity=arrays.multiplicity.clip(min=1)), split)
 
     patch(StageRouting, "context", mutant)
 
