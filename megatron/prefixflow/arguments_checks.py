@@ -220,7 +220,9 @@ def _validate_experts(values: Mapping[str, Any], given: Mapping[str, Any]) -> No
     if (num_groups is None) != (group_topk is None):
         raise ArgumentsError("--moe-router-num-groups and --moe-router-group-topk need each other: give both or none.")
     if num_groups is not None and experts % num_groups:
-        raise ArgumentsError(f"--num-experts {experts} does not divide evenly over --moe-router-num-groups {num_groups}.")
+        raise ArgumentsError(
+            f"--num-experts {experts} does not divide evenly over --moe-router-num-groups {num_groups}."
+        )
     kinds, coefficients = values["moe_router_load_balancing_type"], values["moe_aux_loss_coeff"]
     if len(kinds) != len(coefficients):
         raise ArgumentsError(

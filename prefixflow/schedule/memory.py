@@ -60,7 +60,9 @@ class MemoryModel:
         gradient = max(self.element_bytes, FP32_BYTES)
         per_parameter = self.element_bytes + gradient + optimizer
         num_experts = self.shape.num_expert_parameters
-        num_local = (self.shape.num_parameters - num_experts) // self.tensor_parallel + num_experts // self.expert_parallel
+        num_local = (
+            self.shape.num_parameters - num_experts
+        ) // self.tensor_parallel + num_experts // self.expert_parallel
         return num_local * per_parameter // self.pipeline_parallel
 
     @property
