@@ -101,6 +101,7 @@ class Reference:
         self._routers = {n: m for n, m in model.named_modules() if isinstance(m, TopKRouter)}
         for router in self._routers.values():
             router.router_replay = GivenRoutes()
+        self._biased_routers = {n: r for n, r in self._routers.items() if r.enable_expert_bias}
 
     def step(self, trajectories: Sequence[Trajectory]) -> ReferenceStep:
         """Loss, gradients and log-probabilities of the whole batch (no update)."""
@@ -145,10 +146,9 @@ class Reference:
         with torch.no_grad():
             for p, master in zip(self.model.parameters(), self._masters, strict=True):
                 p.copy_(master)
-        config = self.model.config
-        if config.moe_router_enable_expert_bias:
-            _update_router_expert_bias([self.model], config)
-            reset_model_temporary_tensors(config, [self.model])
+        if self._biased_routers:
+            _update_router_expert_bias([self.model], self.model.config)
+            reset_model_temporary_tensors(self.model.config, [self.model])
 
     def _give_routes(self, trajectory: Trajectory) -> None:
         for layer, router in enumerate(self._routers.values()):
@@ -161,9 +161,7 @@ class Reference:
         return torch.stack([r.router_replay.taken for r in self._routers.values()], 1).cpu().numpy()
 
     def _expert_counts(self) -> dict[str, Tensor]:
-        if not self.model.config.moe_router_enable_expert_bias:
-            return {}
-        return {name: router.local_tokens_per_expert.long().clone() for name, router in self._routers.items()}
+        return {name: router.local_tokens_per_expert.long().clone() for name, router in self._biased_routers.items()}
 
     def _score(self, trajectory: Trajectory) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the trained tokens [n]."""

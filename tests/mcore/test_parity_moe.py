@@ -151,14 +151,14 @@ def copies_of_experts_are_not_summed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutant", "text"),
+    ("mutant", "file", "text"),
     [
-        (each_rank_runs_its_own_order, f"{MOE} --max-tokens 32 --ep 2"),
-        (copies_of_experts_are_not_summed, f"{MOE} --max-tokens 32 --tp 2"),
+        (each_rank_runs_its_own_order, "one-against-nine", f"{MOE} --max-tokens 32 --ep 2"),
+        (copies_of_experts_are_not_summed, "groups", f"{MOE} --max-tokens 32 --tp 2"),
     ],
 )
-def test_mutant_is_caught(runner, files, mutant, text):
-    result = compare(runner, files["mixed"], text, "float64", mutant)
+def test_mutant_is_caught(runner, files, mutant, file, text):
+    result = compare(runner, files[file], text, "float64", mutant)
     assert not result["ok"]
     assert result.get("max_rel_grad_err", 1.0) > 1e-2, result["reasons"]
 

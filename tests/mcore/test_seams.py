@@ -15,6 +15,7 @@ import torch
 from megatron.core import packed_seq_params, parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias, reset_model_temporary_tensors
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -80,6 +81,17 @@ CALLS: dict[str, tuple[Callable[..., Any], int, str]] = {
         "tensor_parallel_output_grad group",
     ),
     "TopKRouter": (TopKRouter.__init__, 1, "config pg_collection"),
+    "MoEAuxLossAutoScaler.set_loss_scale": (moe_utils.MoEAuxLossAutoScaler.set_loss_scale, 1, ""),
+    "_update_router_expert_bias": (_update_router_expert_bias, 2, ""),
+    "reset_model_temporary_tensors": (reset_model_temporary_tensors, 2, ""),
+    "get_expert_model_parallel_group": (parallel_state.get_expert_model_parallel_group, 0, ""),
+    "get_expert_tensor_parallel_group": (parallel_state.get_expert_tensor_parallel_group, 0, ""),
+    "get_expert_data_parallel_group": (parallel_state.get_expert_data_parallel_group, 0, ""),
+    "get_expert_tensor_model_pipeline_parallel_group": (
+        parallel_state.get_expert_tensor_model_pipeline_parallel_group,
+        0,
+        "",
+    ),
     "TopKRouter.gating": (TopKRouter.gating, 2, ""),
     "topk_routing_with_score_function": (
         moe_utils.topk_routing_with_score_function,
