@@ -223,6 +223,11 @@ def _validate_experts(values: Mapping[str, Any], given: Mapping[str, Any]) -> No
         raise ArgumentsError(
             f"--num-experts {experts} does not divide evenly over --moe-router-num-groups {num_groups}."
         )
+    width, shards = values["moe_ffn_hidden_size"], values["expert_tensor_parallel_size"]
+    if width % shards:
+        raise ArgumentsError(
+            f"--moe-ffn-hidden-size {width} does not divide evenly over --expert-tensor-parallel-size {shards}."
+        )
     kinds, coefficients = values["moe_router_load_balancing_type"], values["moe_aux_loss_coeff"]
     if len(kinds) != len(coefficients):
         raise ArgumentsError(
