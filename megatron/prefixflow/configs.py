@@ -52,6 +52,7 @@ def plan_config(args: Arguments, parallel: ParallelLayout | None = None) -> Plan
     parallel = parallel or parallel_layout(args)
     pads = args.sequence_parallel or parallel.cp > 1
     replays = args.routing_replay == "rollout"
+    expert_block = parallel.expert_block if args.num_experts else 1
     return PlanConfig(
         max_tokens_per_microbatch=args.max_tokens_per_microbatch,
         data_parallel_size=parallel.dp,
@@ -59,9 +60,9 @@ def plan_config(args: Arguments, parallel: ParallelLayout | None = None) -> Plan
         pipeline_size=parallel.pp,
         num_chunks=parallel.vpp,
         stage_layers=layers_per_stage(**stage_options(args.values)),
-        expert_block=parallel.expert_block if args.num_experts else 1,
-        # It gathers tensors of one shape; the others exchange sizes first.
-        equal_tokens=args.moe_token_dispatcher_type == "allgather",
+        expert_block=expert_block,
+        # Between microbatches of several ranks it gathers tensors of one shape; the others exchange sizes first.
+        equal_tokens=args.moe_token_dispatcher_type == "allgather" and expert_block > 1,
         route_mismatch=RouteMismatch(args.route_mismatch) if replays else None,
         prefix_reuse=PrefixReuse(args.prefix_reuse),
         merge_groups=MergeGroups(args.merge_groups),

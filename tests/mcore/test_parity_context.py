@@ -142,7 +142,7 @@ def test_prefix_keys_move_once_whatever_the_number_of_microbatches(runner, files
     cp, num_layers, num_kv_heads, head_size = 2, 2, 4, 16
     position_bytes = num_layers * 2 * num_kv_heads * head_size * 8
     numbers = set()
-    for budget, recompute in ((64, "none"), (64, "full"), (256, "none"), (4096, "none")):
+    for budget, recompute in ((64, "none"), (64, "full"), (128, "none"), (4096, "none")):
         text = f"{TINY} --max-tokens {budget} --cp {cp} --recompute {recompute}"
         result = compare(runner, files["groups"], text)
         assert_exact(result)
