@@ -1,9 +1,9 @@
 """Pack segments into microbatches.
 
-Strategy, tree by tree
 Words. *Load* of a segment: its tokens, or its share of the largest cost of a microbatch in tokens of the budget, whichever
 is larger. A sum of loads within the budget is within both limits. *Cost*: work on the busiest pipeline stage.
 
+Strategy, tree by tree
 1. A segment is *heavy* when its subtree's load exceeds the budget. Heavy segments are writers: others read their K/V
    from the cache. (Segments longer than the budget have been cut before, `prefixflow.plan.chunk`.)
 2. Top-down, a heavy segment joins its parent's microbatch if it fits, else one that a sibling opened, else opens its

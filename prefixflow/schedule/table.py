@@ -72,8 +72,8 @@ def build_table(
 ) -> OpTable:
     """Training table of `num_ranks` pipeline ranks with `num_chunks` model chunks each.
 
-    Default policy: lazy for one rank, else windowed over the next 3p/4 backwards, 3pv with v > 1 chunks. Raises ValueError when several chunks
-    are asked for and the number of microbatches is not a multiple of `num_ranks`.
+    Default policy: lazy for one rank, else windowed over the next 3p/4 backwards, 3pv with v > 1 chunks. Raises ValueError
+    when several chunks are asked for and the number of microbatches is not a multiple of `num_ranks`.
     """
     orders = _virtual_orders(reads, num_ranks, num_chunks)
     policy = policy or (LeadPolicy.LAZY if num_ranks == 1 else LeadPolicy.WINDOWED)
