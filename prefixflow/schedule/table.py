@@ -34,6 +34,8 @@ from dataclasses import dataclass
 from prefixflow.schedule.ops import Kind, Op, backward, forward
 from prefixflow.schedule.order import backward_order, forwards_needed
 
+SMALLEST_WINDOW = 2
+"""Backwards ahead: with the next one in sight, a rank begins the next group before it ends the last one."""
 SHOWN_BEFORE, SHOWN_AFTER = 6, 4
 """Operations that an error shows around the one that it names."""
 
@@ -72,13 +74,13 @@ def build_table(
 ) -> OpTable:
     """Training table of `num_ranks` pipeline ranks with `num_chunks` model chunks each.
 
-    Default policy: lazy for one rank, else windowed over the next 3p/4 backwards, 3pv with v > 1 chunks. Raises ValueError
-    when several chunks are asked for and the number of microbatches is not a multiple of `num_ranks`.
+    Default policy: lazy for one rank, else windowed over the next 3p/4 backwards (at least 2), 3pv with v > 1 chunks. Raises
+    ValueError when several chunks are asked for and the number of microbatches is not a multiple of `num_ranks`.
     """
     orders = _virtual_orders(reads, num_ranks, num_chunks)
     policy = policy or (LeadPolicy.LAZY if num_ranks == 1 else LeadPolicy.WINDOWED)
     if num_chunks == 1:
-        num_forwards = _forwards_before(orders.need, policy, window or max(1, 3 * num_ranks // 4))
+        num_forwards = _forwards_before(orders.need, policy, window or max(SMALLEST_WINDOW, 3 * num_ranks // 4))
         ahead = [_later(num_forwards, num_ranks - 1 - rank) for rank in range(num_ranks)]
     else:
         # The first rank waits for the last one between chunks, so the lead must neither shrink nor be skewed.
