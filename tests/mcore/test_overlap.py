@@ -150,8 +150,17 @@ def test_gradients_after_the_end_would_show(worlds: Worlds) -> None:
 
 
 def differ_when_too_early(text: str) -> float:
-    advance = EarlyReduction._advance
-    with patch.object(EarlyReduction, "_advance", lambda self, chunk, depth: advance(self, chunk, max(depth - 2, 0))):
+    advance, start = EarlyReduction._advance, Reducible.start
+
+    def start_and_end(reducible: Reducible) -> None:
+        """The sum is there before the gradients that come too late: otherwise it would depend on who is faster."""
+        start(reducible)
+        reducible.buckets.grad_reduce_handle.wait()
+
+    with (
+        patch.object(EarlyReduction, "_advance", lambda self, chunk, depth: advance(self, chunk, max(depth - 2, 0))),
+        patch.object(Reducible, "start", start_and_end),
+    ):
         return run_both(text)[0]
 
 
