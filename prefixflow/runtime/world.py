@@ -23,6 +23,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -341,6 +342,10 @@ def _join(start: _Start) -> None:
 
 def _call(payload: bytes) -> Any:
     function, args = pickle.loads(payload)
+    # Models hold their groups in reference cycles, and gloo's threads end with the last reference to a group. What stays
+    # between calls are modules: frozen, they are not searched again at the next call.
+    gc.collect()
+    gc.freeze()
     return function(*args)
 
 
