@@ -228,6 +228,11 @@ def _validate_experts(values: Mapping[str, Any], given: Mapping[str, Any]) -> No
         raise ArgumentsError(
             f"--moe-ffn-hidden-size {width} does not divide evenly over --expert-tensor-parallel-size {shards}."
         )
+    if values["moe_token_dispatcher_type"] == "flex" and ep * shards == 1:
+        raise ArgumentsError(
+            "--moe-token-dispatcher-type flex exchanges tokens between ranks, and here one rank has all experts. Raise "
+            "--expert-model-parallel-size, or use --moe-token-dispatcher-type alltoall."
+        )
     kinds, coefficients = values["moe_router_load_balancing_type"], values["moe_aux_loss_coeff"]
     if len(kinds) != len(coefficients):
         raise ArgumentsError(

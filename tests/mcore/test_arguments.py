@@ -569,6 +569,7 @@ def test_values_that_do_not_fit(argv, words):
         ("--pp 2 --num-layers-per-virtual-pipeline-stage 3", "is not a multiple of pp"),
         ("--ep 2", "needs --num-experts"),
         ("--model tiny-moe --ep 3", "--num-experts 8 does not divide evenly"),
+        ("--model tiny-moe --moe-token-dispatcher-type flex", "use --moe-token-dispatcher-type alltoall"),
         ("--model tiny-moe --moe-router-topk 9", "more than --num-experts 8"),
         ("--model tiny-moe --moe-layer-freq [1]*3", "has 3 entries"),
         ("--model tiny-moe --moe-aux-loss-coeff 0.1 0.2", "has 2 values"),
