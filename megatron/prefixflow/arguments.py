@@ -28,6 +28,7 @@ from megatron.prefixflow.arguments_result import Arguments, arguments_for_shape,
 from megatron.prefixflow.arguments_spec import Argument, ArgumentsError, all_arguments, shown
 from megatron.prefixflow.arguments_table import Arity, Effect, Refusal
 from megatron.prefixflow.configs import (
+    context_kv,
     ddp_config,
     gpt_model_kwargs,
     loss_config,
@@ -48,6 +49,7 @@ __all__ = [
     "ParallelLayout",
     "arguments_for_shape",
     "build_parser",
+    "context_kv",
     "ddp_config",
     "gpt_model_kwargs",
     "loss_config",

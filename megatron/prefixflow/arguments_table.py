@@ -467,7 +467,7 @@ OUR_ROWS: tuple[Row, ...] = (
         "--context-parallel-kv",
         str,
         "auto",
-        "K/V under context parallelism; auto is gather",
+        "K/V under context parallelism: whole on each rank, or sharded and passed round; auto shards where memory is short",
         choices=("auto", "gather", "ring"),
     ),
     _ours("--routing-replay", str, "off", "routes of MoE layers", choices=("off", "record", "rollout")),
@@ -1159,7 +1159,6 @@ def _not_built(reason: str, wants: Callable[[Any], bool], names: str) -> tuple[N
 
 
 NOT_BUILT_YET: tuple[NotBuilt, ...] = (
-    *_not_built("K/V kept sharded and rotated", _not("auto", "gather"), "--context-parallel-kv"),
     *_not_built("the memory plan", _not("auto", "keep"), "--prefix-memory"),
     *_not_built("the memory plan", _given, "--kv-budget-gib --memory-budget-gib"),
     *_not_built("sampling rollouts", _not("trace"), "--rollout"),

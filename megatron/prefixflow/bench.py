@@ -29,6 +29,7 @@ from rich.table import Table
 from megatron.prefixflow.arguments import (
     Arguments,
     ArgumentsError,
+    context_kv,
     ddp_config,
     gpt_model_kwargs,
     loss_config,
@@ -134,6 +135,7 @@ class Bench:
             select_kernel(self.args.attention_kernel, self.device),
             vocab_size=self.args.vocab_size,
             max_response_tokens=self.args.max_response_length,
+            context_kv=context_kv(self.args, self.layout),
         )
         self.runner.reduction = EarlyReduction.of(self.ddp, self.groups)
         self.loss = loss_config(self.args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +20,13 @@ from megatron.prefixflow.arguments_result import Arguments, shape_of
 from megatron.prefixflow.arguments_spec import ArgumentsError
 from megatron.prefixflow.calibration import measured_costs
 from prefixflow.forest import RouteMismatch
+from prefixflow.plan.context import ContextKV
 from prefixflow.plan.cost import CostModel
 from prefixflow.plan.layout import ParallelLayout, layers_per_stage
-from prefixflow.plan.plan import MergeGroups, PlanConfig, PrefixReuse
+from prefixflow.plan.plan import MergeGroups, Plan, PlanConfig, PrefixReuse
 from prefixflow.runtime.loss import LossConfig
+from prefixflow.schedule.context import choose_context_kv
+from prefixflow.schedule.memory import MemoryModel
 
 
 def parallel_layout(args: Arguments, world_size: int | None = None) -> ParallelLayout:
@@ -68,6 +71,41 @@ def plan_config(args: Arguments, parallel: ParallelLayout | None = None) -> Plan
         merge_groups=MergeGroups(args.merge_groups),
         cost=CostModel.of_shape(shape_of(args)),
         measured=measured_costs(args, parallel),
+    )
+
+
+def memory_model(args: Arguments, parallel: ParallelLayout) -> MemoryModel:
+    """What the memory of a rank is predicted by."""
+    return MemoryModel(
+        shape_of(args),
+        element_bytes=args.params_dtype.itemsize,
+        tensor_parallel=parallel.tp,
+        pipeline_parallel=parallel.pp,
+        context_parallel=parallel.cp,
+        expert_parallel=parallel.ep * parallel.etp,
+        full_recompute=args.recompute_granularity == "full",
+    )
+
+
+def context_kv(args: Arguments, parallel: ParallelLayout) -> Callable[[Plan], ContextKV]:
+    """Where K/V of a plan are under context parallelism."""
+    wanted = None if args.context_parallel_kv == "auto" else ContextKV(args.context_parallel_kv)
+    budget_bytes = None if args.memory_budget_gib is None else args.memory_budget_gib * 2**30
+    memory = memory_model(args, parallel)
+    return lambda plan: choose_context_kv(wanted, plan, memory, budget_bytes).kv
+
+
+def _context_line(args: Arguments) -> str:
+    """Where K/V are, at the start of a run: `auto` with a budget is settled by the plan of each step."""
+    if args.context_parallel_kv == "ring":
+        return "context parallelism: K/V sharded and passed round, as asked for"
+    if args.context_parallel_kv == "gather":
+        return "context parallelism: K/V gathered, as asked for"
+    if args.memory_budget_gib is None:
+        return "context parallelism: K/V gathered, since there is no memory budget"
+    return (
+        f"context parallelism: K/V of a step gathered, or passed round where that would need more than "
+        f"{args.memory_budget_gib:g} GiB"
     )
 
 
@@ -252,6 +290,8 @@ def startup_lines(args: Arguments, parallel: ParallelLayout) -> tuple[str, ...]:
         model,
         f"layout: {parallel.world_size} processes, {parallel}{sequence_parallel}, recomputation {recompute}",
     ]
+    if parallel.cp > 1:
+        lines.append(_context_line(args))
     if args.no_effect:
         lines.append(f"no effect here: {' '.join(args.no_effect)}")
     return (*lines, *(f"warning: {warning}" for warning in args.warnings))

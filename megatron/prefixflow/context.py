@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from prefixflow.plan.context import KVTraffic
+from prefixflow.plan.ring import RingTraffic
 from prefixflow.runtime.cache import accumulation_dtype
 
 
@@ -23,6 +24,25 @@ def kv_traffic(chunks: Sequence[Any], *, training: bool) -> KVTraffic:
             gathered += num_gathers * num_elements * dtype.itemsize
             reduced += training * num_elements * accumulation_dtype(dtype).itemsize
     return KVTraffic(gathered, reduced)
+
+
+def ring_traffic(chunks: Sequence[Any], *, training: bool) -> RingTraffic:
+    """Of all layers of this rank's model chunks, with K/V sharded."""
+    total = [0, 0, 0, 0]
+    for chunk in chunks:
+        dtype = chunk.config.params_dtype
+        for place, layer in enumerate(chunk.decoder.layers):
+            attention = layer.self_attention
+            num_elements = 2 * attention.num_query_groups_per_partition * attention.hidden_size_per_attention_head
+            num_turns = 1 + training + (training and _is_recomputed(chunk.config, place))
+            moved = (
+                num_turns * num_elements * dtype.itemsize,
+                training * num_elements * accumulation_dtype(dtype).itemsize,
+            )
+            # See `StageRunner`: a router's losses would read the output.
+            is_tail = layer.layer_number == chunk.config.num_layers and chunk.config.num_moe_experts is None
+            total = [a + b for a, b in zip(total, (*moved, *(is_tail * bytes_ for bytes_ in moved)), strict=True)]
+    return RingTraffic(*total)
 
 
 def _is_recomputed(config: TransformerConfig, place: int) -> bool:

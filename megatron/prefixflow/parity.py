@@ -33,6 +33,7 @@ from torch import Tensor
 from megatron.prefixflow.arguments import (
     Arguments,
     ArgumentsError,
+    context_kv,
     ddp_config,
     gpt_model_kwargs,
     loss_config,
@@ -339,6 +340,7 @@ def run_reuse(
         vocab_size=args.vocab_size,
         max_response_tokens=args.max_response_length,
         routing_replay=RoutingReplay(args.routing_replay),
+        context_kv=context_kv(args, parallel),
     )
     runner.reduction = EarlyReduction.of(ddp, groups)
     loss = loss_config(args)
@@ -455,7 +457,7 @@ class Comparison:
         self.trajectories = trajectories
         self.plan = plan
         self.computed_tokens = 0
-        self.context_bytes = self.context_bytes_planned = 0
+        self.context_bytes = self.context_bytes_planned = self.peak_shards = 0
         self.steps: list[dict[str, Any]] = []
         self.first_grads: dict[str, Tensor] = {}
         self.first_logprobs: dict[int, np.ndarray] = {}
@@ -476,12 +478,13 @@ class Comparison:
         mine = (objective.trajectory_logprobs(), loss, runner.num_computed_tokens)
         moved = torch.tensor([runner.context_bytes, runner.context_bytes_planned])
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (moved, *mine, self.has_head, self.groups.data_rank))
+        dist.all_gather_object(everyone, (moved, runner.peak_shards, *mine, self.has_head, self.groups.data_rank))
         if dist.get_rank() != 0:
             return
         self.context_bytes, self.context_bytes_planned = sum(moved for moved, *_ in everyone).tolist()
+        self.peak_shards = max(peak for _, peak, *_ in everyone)
         # Ranks that hold the same trajectories (tensor and context parallel) report the same values: take one of each.
-        distinct = {position: item for _, *item, scores, position in reversed(everyone) if scores}
+        distinct = {position: item for _, _, *item, scores, position in reversed(everyone) if scores}
         logprobs = {i: lp for item in distinct.values() for i, lp in item[0].items()}
         self.computed_tokens = sum(item[2] for item in distinct.values())
         if step == 0:
@@ -534,6 +537,7 @@ class Comparison:
             "lead": max(leads, default=0),
             "context_bytes": self.context_bytes,
             "context_bytes_planned": self.context_bytes_planned,
+            "peak_context_shards": self.peak_shards,
             "routes_replayed": self.first_routing.num_replayed,
             "routes_native": self.first_routing.num_native,
             "route_mismatch": None if self.plan.route_report is None else self.plan.route_report.rate,

@@ -29,6 +29,7 @@ from prefixflow.plan.batch import MicrobatchArrays, microbatch_arrays
 from prefixflow.plan.microbatch import Microbatch
 from prefixflow.runtime.attention.function import AttentionContext, Operation
 from prefixflow.runtime.attention.kernels import AttentionKernel
+from prefixflow.runtime.attention.ring import RingStep
 from prefixflow.runtime.cache import KVCache
 from prefixflow.runtime.context import ContextParallel, SplitMicrobatch
 from prefixflow.runtime.logprobs import RowLogprobs, VocabShard
@@ -85,7 +86,8 @@ class StageRunner:
     cache: K/V of this chunk's layers, its own: chunks of one rank are at different microbatches.
     training: graphs are kept for B; otherwise F alone runs, without graphs (old-policy and reference passes).
     routing: of this chunk's routers; None in a model without experts.
-    parallel: ranks that share each microbatch's positions; None where this one holds them all.
+    parallel: ranks that share each microbatch's positions; None where this one holds them all. ring: passes sharded K/V
+        round among them; None gathers.
     """
 
     def __init__(
@@ -100,9 +102,11 @@ class StageRunner:
         tp_group: Any,
         routing: StageRouting | None = None,
         parallel: ContextParallel | None = None,
+        ring: RingStep | None = None,
     ) -> None:
         self.model = model
         self.parallel = parallel
+        self.ring = ring
         self.config = model.config
         self.routing = routing
         self.workload = workload
@@ -169,15 +173,26 @@ class StageRunner:
     def _context(self, microbatch: Microbatch, arrays: MicrobatchArrays) -> AttentionContext:
         # Nothing reads the last layer's output where no row is scored; a router's own losses would.
         dead_tail = arrays.num_rows == 0 and self.config.num_moe_experts is None
+        keys_only_layer = self.config.num_layers if dead_tail else None
+        operation = Operation.FORWARD if self.training else Operation.FORWARD_ONLY
         split = None if self.parallel is None else self.parallel.split(microbatch, self.device)
+        if self.ring is not None and split is not None:
+            return self.ring.context(
+                microbatch,
+                split,
+                cache=self.cache,
+                kernel=self.kernel,
+                operation=operation,
+                keys_only_layer=keys_only_layer,
+            )
         return AttentionContext(
             local=microbatch.local if split is None else split.shard.local_slices(microbatch.local),
             cached=microbatch.cached if split is None else split.shard.cached_slices(microbatch.cached),
             writes=tuple((s, microbatch.span_of(s)) for s in microbatch.writes),
             cache=self.cache,
             kernel=self.kernel,
-            operation=Operation.FORWARD if self.training else Operation.FORWARD_ONLY,
-            keys_only_layer=self.config.num_layers if dead_tail else None,
+            operation=operation,
+            keys_only_layer=keys_only_layer,
             split=split,
         )
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron.prefixflow.context import kv_traffic
+from megatron.prefixflow.context import kv_traffic, ring_traffic
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.overlap import EarlyReduction
 from megatron.prefixflow.router import has_router_terms
@@ -23,9 +23,13 @@ from megatron.prefixflow.routing import (
 )
 from megatron.prefixflow.stage import StageRunner, Workload
 from prefixflow.forest import Forest
+from prefixflow.plan.batch import segment_row_counts
+from prefixflow.plan.context import ContextKV
 from prefixflow.plan.microbatch import Microbatch
 from prefixflow.plan.plan import Plan
+from prefixflow.plan.ring import rowless
 from prefixflow.runtime.attention.kernels import AttentionKernel
+from prefixflow.runtime.attention.ring import RingStep
 from prefixflow.runtime.cache import KVCache
 from prefixflow.runtime.context import ContextParallel
 from prefixflow.runtime.executor import Observer, execute
@@ -55,8 +59,10 @@ class StepRunner:
     routing_replay: whose routes a model with experts takes. A pass that is given a `RouteStore` fills it, or takes the
         routes that an earlier pass over the same plan left there; OFF leaves it alone.
     router_totals (attribute): of the last pass, on this rank.
+    context_kv: where K/V of a plan are under context parallelism, the same on all ranks.
     context_bytes, context_bytes_planned (attributes): of K/V and their gradients that this rank has received from its
         context-parallel peers in the last pass, and what the plan says it should.
+    peak_shards (attribute): of K/V that this rank has held for the ring in the last pass, beside those at rest.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class StepRunner:
         vocab_size: int,
         max_response_tokens: int | None = None,
         routing_replay: RoutingReplay = RoutingReplay.OFF,
+        context_kv: Callable[[Plan], ContextKV] = lambda plan: ContextKV.GATHER,
     ) -> None:
         self.chunks = tuple(chunks)
         self.groups = groups
@@ -84,7 +91,8 @@ class StepRunner:
         self.parallel = ContextParallel(groups.context) if groups.context.size() > 1 else None
         self.num_computed_tokens = 0
         self.num_bytes_sent = 0
-        self.context_bytes = self.context_bytes_planned = 0
+        self.context_kv = context_kv
+        self.context_bytes = self.context_bytes_planned = self.peak_shards = 0
         self.observe: Observer | None = None
         self.reduction: EarlyReduction | None = None
 
@@ -157,8 +165,11 @@ class StepRunner:
         microbatches = plan.ranks[self.groups.data_rank]
         workload = Workload(plan.forest, microbatches, trajectories, self._routes(plan, trajectories))
         routing = self._routing(plan, training=training, store=store)
+        ring = None
         if self.parallel is not None:
             self.parallel.num_bytes = 0
+            if self.context_kv(plan) is ContextKV.RING:
+                ring = RingStep(self.parallel, microbatches)
         position, num_ranks = self.groups.pipeline_rank, self.groups.pipeline.size()
         stages = {}
         for number, (chunk, cache) in enumerate(zip(self.chunks, self.caches, strict=True)):
@@ -173,6 +184,7 @@ class StepRunner:
                 tp_group=self.groups.tensor,
                 routing=routing[number] if routing else None,
                 parallel=self.parallel,
+                ring=ring,
             )
         table = rank_table(plan, self.groups.data_rank, training=training)
         row = table.rows[position]
@@ -183,8 +195,16 @@ class StepRunner:
         self.router_totals = router_totals(routing)
         if self.parallel is not None:
             self.context_bytes = self.parallel.num_bytes
-            traffic = kv_traffic(self.chunks, training=training)
-            self.context_bytes_planned = traffic.num_bytes(microbatches, self.parallel.size)
+            self.context_bytes_planned = self._planned_context_bytes(plan, trajectories, training=training)
+        self.peak_shards = ring.held.peak if ring is not None else 0
+
+    def _planned_context_bytes(self, plan: Plan, trajectories: Sequence[Trajectory], *, training: bool) -> int:
+        microbatches = plan.ranks[self.groups.data_rank]
+        size, rank = self.groups.context.size(), self.groups.context.rank()
+        if self.context_kv(plan) is ContextKV.GATHER:
+            return kv_traffic(self.chunks, training=training).num_bytes(microbatches, size)
+        without_rows = rowless(microbatches, segment_row_counts(plan.forest, trajectories))
+        return ring_traffic(self.chunks, training=training).num_bytes(microbatches, size, rank, without_rows)
 
     def _routes(self, plan: Plan, trajectories: Sequence[Trajectory]) -> Sequence[np.ndarray] | None:
         """What each trajectory's positions are routed to, in a replay of the rollout."""

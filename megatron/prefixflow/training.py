@@ -44,6 +44,7 @@ from rich.progress import Progress
 from megatron.prefixflow.arguments import (
     Arguments,
     ArgumentsError,
+    context_kv,
     ddp_config,
     gpt_model_kwargs,
     loss_config,
@@ -244,6 +245,7 @@ class Scorer:
             vocab_size=args.vocab_size,
             max_response_tokens=args.max_response_length,
             routing_replay=RoutingReplay(args.routing_replay),
+            context_kv=context_kv(args, job.layout),
         )
 
     def _load(self, folder: str) -> None:

@@ -19,6 +19,7 @@ Invariants
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,13 @@ import numpy as np
 from prefixflow.plan.microbatch import Microbatch
 from prefixflow.plan.slices import CachedSlice, LocalSlice
 from prefixflow.ranges import Range
+
+
+class ContextKV(enum.Enum):
+    """Where K/V of a microbatch are: whole on each context-parallel rank, or sharded and passed round (`plan.ring`)."""
+
+    GATHER = "gather"
+    RING = "ring"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +71,14 @@ class ContextShard:
         own = (replace(piece, queries=self.own(piece.queries)) for piece in slices)
         return tuple(piece for piece in own if len(piece.queries))
 
+    def held_in(self, run: Range) -> list[Range]:
+        """The runs of positions within `run`, a range of the microbatch, that the rank holds."""
+        cut = (Range(max(r.start, run.start), max(min(r.stop, run.stop), r.start, run.start)) for r in self.held)
+        return [chunk for chunk in cut if len(chunk)]
+
     def _causal(self, run: Range) -> list[LocalSlice]:
         taken: list[LocalSlice] = []
-        for held in self.held:
-            chunk = Range(max(held.start, run.start), max(min(held.stop, run.stop), held.start, run.start))
-            if not len(chunk):
-                continue
+        for chunk in self.held_in(run):
             queries = self.own(chunk)
             taken.append(LocalSlice(queries, chunk, causal=True))
             if chunk.start > run.start:

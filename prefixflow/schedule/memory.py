@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from prefixflow.plan.context import ContextKV
 from prefixflow.plan.microbatch import Microbatch
 from prefixflow.plan.plan import Plan
 from prefixflow.plan.shapes import FP32_BYTES, ModelShape
@@ -36,8 +37,9 @@ class MemoryModel:
     """Bytes of things on one rank, from the model's shape.
 
     element_bytes of weights and activations. tensor_parallel divides all but layer inputs; pipeline_parallel all but
-    logits, as if layers, embedding and head were spread evenly. context_parallel divides what belongs to positions but for
-    K/V and gK/gV, which each rank holds whole: those of cached segments, and those that a kept or running layer works on.
+    logits, as if layers, embedding and head were spread evenly. context_parallel divides what belongs to positions; with
+    gathered K/V not K/V and gK/gV, which each rank holds whole: those of cached segments, and those that a kept or running
+    layer works on. With sharded ones it divides these too, and shards are under way while an operation runs.
     expert_parallel: ranks that share a stage's routed experts, expert times expert-tensor parallel; tensor_parallel leaves them.
     """
 
@@ -48,6 +50,7 @@ class MemoryModel:
     context_parallel: int = 1
     expert_parallel: int = 1
     full_recompute: bool = False
+    context_kv: ContextKV = ContextKV.GATHER
 
     @property
     def _model_parallel(self) -> int:
@@ -84,15 +87,38 @@ class MemoryModel:
     @property
     def _foreign_kv_bytes_per_token(self) -> int:
         """K/V of a microbatch that belong to the positions of other context-parallel ranks."""
-        return self.kv_bytes_per_token * (self.context_parallel - 1) // self.context_parallel
+        return self.kv_bytes_per_token * (self._num_kv_holders - 1) // self._num_kv_holders
+
+    @property
+    def _num_kv_holders(self) -> int:
+        """Context-parallel ranks that hold K/V whole."""
+        return self.context_parallel if self.context_kv is ContextKV.GATHER else 1
+
+    @property
+    def _kv_parts(self) -> int:
+        """Ranks that share K/V of a position."""
+        return self._model_parallel * self.context_parallel // self._num_kv_holders
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.shape.kv_bytes_per_token(self.element_bytes) // self._model_parallel
+        return self.shape.kv_bytes_per_token(self.element_bytes) // self._kv_parts
 
     @property
     def kv_gradient_bytes_per_token(self) -> int:
-        return self.shape.kv_gradient_bytes_per_token(self.element_bytes) // self._model_parallel
+        return self.shape.kv_gradient_bytes_per_token(self.element_bytes) // self._kv_parts
+
+    def ring_bytes(self, num_positions: int, kind: Kind) -> int:
+        """Shards of one layer under way, of `num_positions` own and cached ones together, beside those at rest.
+
+        Two of K/V, the one at hand and the one that comes; in a backward three of gradients, the one at work, the one that
+        leaves and the one that comes.
+        """
+        if self.context_kv is ContextKV.GATHER:
+            return 0
+        of_layer = 2 * self.kv_bytes_per_token
+        if kind is Kind.BACKWARD:
+            of_layer += 3 * self.kv_gradient_bytes_per_token
+        return num_positions * of_layer * self.pipeline_parallel // self.shape.num_layers
 
     def logit_bytes(self, num_rows: int) -> int:
         rows = min(num_rows, LOGIT_CHUNK_ROWS)
@@ -104,7 +130,7 @@ class MemoryPoint:
     """Bytes alive on one rank while `op` runs, by what holds them; the state comes on top.
 
     activations: left by forwards whose backward is still to come; keys_values: cached K/V; gradients: gK/gV;
-    working: what the operation itself needs while it runs, the chunk of logits included.
+    working: what the operation itself needs while it runs, the chunk of logits and shards under way included.
     """
 
     op: Op
@@ -165,13 +191,16 @@ class _Walk:
         return alive
 
     def _alive(self, op: Op, m: Microbatch) -> MemoryPoint:
+        num_read = sum(self.lengths[block] for cached in m.cached for block in cached.blocks)
+        under_way = self.memory.ring_bytes(m.num_physical_tokens + num_read, op.kind)
+        working = m.num_physical_tokens * self.memory.working_bytes_per_token + self.memory.logit_bytes(m.num_tokens)
         return MemoryPoint(
             op=op,
             phase=phase_of(m, op.kind),
             activations=self.kept,
             keys_values=self.keys_values,
             gradients=sum(self.gradients.values()),
-            working=m.num_physical_tokens * self.memory.working_bytes_per_token + self.memory.logit_bytes(m.num_tokens),
+            working=working + under_way,
         )
 
     def _finish(self, m: Microbatch, kept: int) -> None:

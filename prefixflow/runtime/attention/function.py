@@ -103,7 +103,7 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext
     q [T, n, d], k and v [T, n_kv, d], after RoPE; `scale` multiplies the scores. Raises ValueError
     when the tensors do not fit the slices, CacheError for an operation out of order.
     """
-    _check_shapes(q, k, v, context, layer)
+    check_shapes(q, k, v, context, layer)
     # A view of the fused projection, kept for backward, would keep the whole projection alive.
     q, k, v = (x if owns_memory(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
     if context.split is not None:
@@ -264,7 +264,8 @@ def _plus(grad: Tensor, terms: list[tuple[Range, Tensor]]) -> Tensor:
     return total.to(grad.dtype)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, layer: int) -> None:
+def check_shapes(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, layer: int) -> None:
+    """Raise ValueError where the tensors do not fit the slices."""
     num_tokens = context.num_tokens
     fits = q.shape[0] == k.shape[0] == num_tokens and k.shape == v.shape and q.dim() == k.dim() == 3
     if not fits or q.shape[1] % k.shape[1] or q.shape[2] != k.shape[2]:
