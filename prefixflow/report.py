@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from prefixflow.forest import RouteMismatch
 from prefixflow.html import PageText, PlannedStep, write_page
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.calibrate import Calibration, MeasuredOn, layout_key, shape_digest
-from prefixflow.plan.context import KVTraffic
+from prefixflow.plan.context import ContextKV, KVTraffic
 from prefixflow.plan.cost import CostModel, MeasuredCosts
 from prefixflow.plan.layout import ParallelLayout, layers_per_stage
 from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, MERGED_PREFIX_TOKENS, MergeGroups, Plan, PlanConfig, PrefixReuse
-from prefixflow.plan.shapes import ModelShape
-from prefixflow.schedule.memory import MemoryModel, Phase, peak_bytes
+from prefixflow.plan.ring import RingTraffic, rowless
+from prefixflow.plan.shapes import BUILTIN_SHAPES, TRAINABLE_SHAPES, ModelShape
+from prefixflow.schedule.context import ContextKVChoice, choose_context_kv, predicted_peaks
+from prefixflow.schedule.memory import MemoryModel
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
 from prefixflow.schedule.search import max_makespan, plan_pipeline, predicted_timeline, rank_table, stage_costs
 from prefixflow.trajectories import Trajectory, read_trajectories, routes_path, trajectory_files
@@ -59,21 +61,40 @@ class PlanReport:
     peak_bytes: dict[str, int]
     digest: str
     context_bytes: int
+    context_kv: ContextReport | None
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {
+            "context_kv": None if self.context_kv is None else asdict(self.context_kv)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ContextReport:
+    """Where K/V are under context parallelism and why, with the memory of a rank by phase and the bytes that all ranks receive
+    for each choice."""
+
+    choice: str
+    reason: str
+    peak_bytes: dict[str, dict[str, int]]
+    context_bytes: dict[str, int]
 
 
 def report_plan(
-    plan: Plan, trajectories: Sequence[Trajectory], memory: MemoryModel, *, recomputes_attention: bool = False
+    plan: Plan,
+    trajectories: Sequence[Trajectory],
+    memory: MemoryModel,
+    *,
+    recomputes_attention: bool = False,
+    context_kv: ContextKVChoice | None = None,
 ) -> PlanReport:
     """Figures of `plan`; leads, makespans and peaks are the largest over data-parallel ranks.
 
-    recomputes_attention: a backward gathers K/V again, under full and under selective recomputation.
+    recomputes_attention: a backward moves K/V again, under full and under selective recomputation. context_kv: why `memory`
+    has K/V where it has them; None without context parallelism.
     """
     tables = [rank_table(plan, rank) for rank in range(len(plan.ranks))]
     leads = [lead(forwards_needed(backward_order(table.reads))) for table in tables]
-    peaks = [peak_bytes(plan, rank, row, memory) for rank, table in enumerate(tables) for row in table.rows]
     rows = segment_row_counts(plan.forest, trajectories)
     timelines = [predicted_timeline(plan, rank, rows) for rank in range(len(tables))]
     slowest = max(timelines, key=lambda timeline: timeline.makespan)
@@ -97,20 +118,55 @@ def report_plan(
         pipeline_efficiency=slowest.efficiency,
         rank_loads=plan.rank_loads,
         split_loss_tokens=plan.split_loss_tokens,
-        peak_bytes={phase.value: max(p[phase] for p in peaks) for phase in Phase},
+        peak_bytes=_peak_bytes(plan, memory),
         digest=plan.digest,
-        context_bytes=_context_bytes(plan, memory, recomputes_attention=recomputes_attention),
+        context_bytes=_context_bytes(plan, memory, rows, recomputes_attention=recomputes_attention),
+        context_kv=None
+        if context_kv is None
+        else ContextReport(
+            choice=context_kv.kv.value,
+            reason=context_kv.reason,
+            peak_bytes={kv.value: _peak_bytes(plan, replace(memory, context_kv=kv)) for kv in ContextKV},
+            context_bytes={
+                kv.value: _context_bytes(
+                    plan, replace(memory, context_kv=kv), rows, recomputes_attention=recomputes_attention
+                )
+                for kv in ContextKV
+            },
+        ),
     )
 
 
-def _context_bytes(plan: Plan, memory: MemoryModel, *, recomputes_attention: bool) -> int:
+def _peak_bytes(plan: Plan, memory: MemoryModel) -> dict[str, int]:
+    return {phase.value: size for phase, size in predicted_peaks(plan, memory).items()}
+
+
+def _context_bytes(plan: Plan, memory: MemoryModel, rows: Sequence[int], *, recomputes_attention: bool) -> int:
     """What all context-parallel ranks receive in a step."""
+    if memory.context_kv is ContextKV.RING and memory.context_parallel > 1:
+        return _ring_bytes(plan, memory, rows, recomputes_attention=recomputes_attention)
     shape, size = memory.shape, memory.context_parallel
     traffic = KVTraffic(
         gathered_bytes=(1 + recomputes_attention) * shape.kv_bytes_per_token(memory.element_bytes),
         reduced_bytes=shape.kv_gradient_bytes_per_token(memory.element_bytes),
     )
     return size * sum(traffic.num_bytes(microbatches, size) for microbatches in plan.ranks)
+
+
+def _ring_bytes(plan: Plan, memory: MemoryModel, rows: Sequence[int], *, recomputes_attention: bool) -> int:
+    shape, size = memory.shape, memory.context_parallel
+    num_turns = 2 + recomputes_attention
+    kv_bytes = num_turns * shape.kv_bytes_per_token(memory.element_bytes)
+    gradient_bytes = shape.kv_gradient_bytes_per_token(memory.element_bytes)
+    # A microbatch without rows leaves out the attention of the last layer, unless a router's losses read it.
+    num_tails = 0 if shape.is_moe else 1
+    tail_bytes, tail_gradient_bytes = (num_tails * b // shape.num_layers for b in (kv_bytes, gradient_bytes))
+    traffic = RingTraffic(kv_bytes, gradient_bytes, tail_bytes, tail_gradient_bytes)
+    return sum(
+        traffic.num_bytes(microbatches, size, rank, rowless(microbatches, rows))
+        for microbatches in plan.ranks
+        for rank in range(size)
+    )
 
 
 def _cost_spread(plan: Plan, data_rank: int, rows: Sequence[int]) -> float:
@@ -180,6 +236,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=list(ELEMENT_BYTES), default="bfloat16")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument(
+        "--context-parallel-kv",
+        choices=("auto", *(kv.value for kv in ContextKV)),
+        default="auto",
+        help="K/V whole on each context-parallel rank, or sharded and passed round; auto shards where memory is short",
+    )
     parser.add_argument("--memory-budget-gib", type=float, metavar="X", help="not built yet")
     parser.add_argument("--capacity", action="store_true", help="not built yet")
     parser.add_argument("--html", metavar="OUT.html", help="draw forest, schedule, balance and memory on one page")
@@ -191,9 +253,14 @@ def run_plan(options: argparse.Namespace) -> int:
     try:
         _refuse_unbuilt(options)
         _check_page_path(options)
-        step = _planned_step(options)
-        recomputes = options.recompute != "none"
-        report = report_plan(step.plan, step.trajectories, step.memory, recomputes_attention=recomputes)
+        step, choice = _planned_step(options)
+        report = report_plan(
+            step.plan,
+            step.trajectories,
+            step.memory,
+            recomputes_attention=options.recompute != "none",
+            context_kv=choice,
+        )
         if options.html:
             write_page(options.html, _page_text(report, options), step)
     except (ValueError, OSError) as error:
@@ -240,7 +307,12 @@ def _check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
             )
 
 
-def _planned_step(options: argparse.Namespace) -> PlannedStep:
+def _is_for_planning_only(model: str) -> bool:
+    return model in BUILTIN_SHAPES and model not in TRAINABLE_SHAPES
+
+
+def _planned_step(options: argparse.Namespace) -> tuple[PlannedStep, ContextKVChoice | None]:
+    """The plan, and where it has K/V under context parallelism."""
     shape = ModelShape.load(options.model)
     if not shape.is_moe and options.ep * options.etp > 1:
         raise ValueError(
@@ -254,7 +326,8 @@ def _planned_step(options: argparse.Namespace) -> PlannedStep:
     trajectories = read_trajectories(
         options.file,
         vocab_size=shape.vocab_size,
-        max_positions=shape.max_positions,
+        # Shapes that are known by size only stand for every model of that size, however long its context.
+        max_positions=None if _is_for_planning_only(options.model) else shape.max_positions,
         routes=replays,
         route_shape=shape.route_shape if replays else None,
     )
@@ -287,7 +360,13 @@ def _planned_step(options: argparse.Namespace) -> PlannedStep:
         expert_parallel=layout.ep * layout.etp,
         full_recompute=options.recompute == "full",
     )
-    return PlannedStep(plan_pipeline(trajectories, config), trajectories, memory)
+    plan = plan_pipeline(trajectories, config)
+    if layout.cp == 1:
+        return PlannedStep(plan, trajectories, memory), None
+    wanted = None if options.context_parallel_kv == "auto" else ContextKV(options.context_parallel_kv)
+    budget_bytes = None if options.memory_budget_gib is None else options.memory_budget_gib * 2**30
+    choice = choose_context_kv(wanted, plan, memory, budget_bytes)
+    return PlannedStep(plan, trajectories, replace(memory, context_kv=choice.kv)), choice
 
 
 def headline(report: PlanReport, options: argparse.Namespace) -> str:
@@ -347,10 +426,15 @@ def _numbers(report: PlanReport, options: argparse.Namespace) -> dict[str, str]:
     if report.route_mismatch is not None:
         routes["routes"] = f"{report.route_mismatch:.2%} of shared positions in conflict, {options.route_mismatch}"
     context = {}
-    if report.context_bytes:
+    if report.context_kv is not None:
+        verb = {"gather": "gathered once", "ring": "sharded and passed round"}[report.context_kv.choice]
         context["context parallelism"] = (
-            f"K/V gathered once, {report.context_bytes / 2**30:.2f} GiB a step received by all ranks"
+            f"K/V {verb} ({report.context_kv.reason}), "
+            f"{report.context_bytes / 2**30:.2f} GiB a step received by all ranks"
         )
+        for kv, peaks in report.context_kv.peak_bytes.items():
+            moved = report.context_kv.context_bytes[kv]
+            context[f"with {kv}"] = f"{_phases(peaks)} at most on a rank, {moved / 2**30:.2f} GiB received"
     return {
         "trajectories": f"{report.trajectories} in {report.groups} group{'s' if report.groups > 1 else ''}",
         "positions": f"{report.computed_tokens:,} computed of {report.logical_tokens:,} logical",
@@ -364,7 +448,11 @@ def _numbers(report: PlanReport, options: argparse.Namespace) -> dict[str, str]:
         "pipeline": f"{report.pipeline_efficiency:.2f} of the ranks' time busy",
         "balance": f"most loaded rank {max(loads) / mean:.2f} of the mean over {len(loads)}"
         + (f", {report.split_loss_tokens:,} positions repeated by splits" if report.split_loss_tokens else ""),
-        "peak memory": ", ".join(f"{phase} {size / 2**30:.2f} GiB" for phase, size in report.peak_bytes.items()),
+        "peak memory": _phases(report.peak_bytes),
         **context,
         "digest": report.digest,
     }
+
+
+def _phases(peaks: Mapping[str, int]) -> str:
+    return ", ".join(f"{phase} {size / 2**30:.2f} GiB" for phase, size in peaks.items())
