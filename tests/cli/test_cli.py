@@ -19,6 +19,7 @@ PLAN_KEYS = {
     "logical_tokens", "computed_tokens", "reuse_ratio", "depth", "shared_segments", "trajectories", "groups",
     "microbatches", "dummy_microbatches", "lead", "predicted_speedup", "bound", "pipeline_efficiency", "rank_loads",
     "peak_bytes", "digest", "context_bytes", "split_loss_tokens", "microbatch_cost_spread", "largest_microbatch_tokens", "route_mismatch",
+    "context_kv",
 }  # fmt: skip
 BENCH_KEYS = {
     "prefix_ratio", "group_size", "dense_s", "reuse_s", "speedup", "bound", "fraction_of_bound", "peak_dense_bytes",
@@ -103,11 +104,34 @@ def test_plan_counts_what_context_parallelism_moves_and_saves(file: Path, capsys
     two = plan_json(capsys, str(file), "--model", "tiny", "--dtype", "float64", "--cp", "2")
     again = plan_json(capsys, str(file), "--model", "tiny", "--dtype", "float64", "--cp", "2", "--recompute", "full")
     assert one["context_bytes"] == 0
+    assert one["context_kv"] is None
     kv_bytes = 4 * 2 * 4 * 16 * 8
     padding = two["context_bytes"] / (2 * kv_bytes) - two["computed_tokens"]
     assert 0 <= padding < 4 * two["microbatches"]
     assert again["context_bytes"] == 1.5 * two["context_bytes"]
     assert two["peak_bytes"]["B"] < one["peak_bytes"]["B"]
+
+
+def test_plan_weighs_gathered_against_sharded_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt longer than the context of the model that gave its size: planning goes by the size alone."""
+    path = tmp_path / "long.jsonl"
+    write_trajectories(path, two_level_groups(1, 4, 12_000, 500))
+    arguments = (str(path), "--model", "llama3-8b", "--cp", "8")
+    auto = plan_json(capsys, *arguments)
+    kinds = {kv: plan_json(capsys, *arguments, "--context-parallel-kv", kv) for kv in ("gather", "ring")}
+    assert auto["context_kv"]["choice"] == "gather"
+    assert "no memory budget" in auto["context_kv"]["reason"]
+    for kv, report in kinds.items():
+        assert report["context_kv"]["choice"] == kv
+        for name in ("peak_bytes", "context_bytes"):
+            assert report[name] == report["context_kv"][name][kv] == auto["context_kv"][name][kv]
+    for phase in "ABC":
+        assert kinds["ring"]["peak_bytes"][phase] < kinds["gather"]["peak_bytes"][phase]
+    assert kinds["ring"]["context_bytes"] > kinds["gather"]["context_bytes"]
+    assert main(["plan", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "with gather" in text
+    assert "with ring" in text
 
 
 def test_plan_prints_a_table(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +221,6 @@ def test_bench_json_has_the_names_of_the_interface_and_calibrates(
         (["parity", "/nonexistent.jsonl"], "/nonexistent.jsonl"),
         (["parity", "/nonexistent.jsonl", "--calibrate", "/nonexistent.json"], "measures nothing"),
         (["parity", "x", "--cases", "/dev/null"], "--cases"),
-        (["parity", "/nonexistent.jsonl", "--cp", "2", "--context-parallel-kv", "ring"], "context-parallel-kv"),
     ],
 )
 def test_commands_refuse_before_a_world_starts(arguments: list[str], named: str) -> None:
