@@ -79,11 +79,11 @@ def _derive_layout(values: dict[str, Any], training: bool, warnings: list[str]) 
         values["sequence_parallel"] = True
     if values["sequence_parallel"] and tp == 1:
         warnings.append("--sequence-parallel has no effect without tensor parallelism; it is off.")
+        values["sequence_parallel"] = False
     if values["context_parallel_kv"] != "auto" and values["context_parallel_size"] == 1:
         warnings.append(
             f"--context-parallel-kv {values['context_parallel_kv']} has no effect without context parallelism."
         )
-        values["sequence_parallel"] = False
     layers_per_chunk = values["num_layers_per_virtual_pipeline_stage"]
     if layers_per_chunk is None:
         values["vpp"] = values["num_virtual_stages_per_pipeline_rank"] or 1

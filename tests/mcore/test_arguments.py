@@ -631,6 +631,20 @@ def test_arguments_without_effect_in_this_combination_warn():
     assert args.num_query_groups == 4
     assert "--group-query-attention" in args.warnings[0]
     assert any("warning" in line for line in startup_lines(args, parallel_layout(args)))
+    args = parse_arguments(["--context-parallel-kv", "ring"])
+    assert "--context-parallel-kv" in args.warnings[0]
+
+
+def test_the_start_says_where_keys_are_under_context_parallelism(everything_built):
+    for more, words in (
+        ("", "gathered, since there is no memory budget"),
+        ("--context-parallel-kv ring", "passed round, as asked for"),
+        ("--context-parallel-kv gather --memory-budget-gib 3", "gathered, as asked for"),
+        ("--memory-budget-gib 3", "more than 3 GiB"),
+    ):
+        args = parse_arguments(tokens_of(f"--cp 2 {more}"))
+        assert not args.warnings
+        assert sum(words in line for line in startup_lines(args, parallel_layout(args))) == 1
 
 
 def test_layout():
