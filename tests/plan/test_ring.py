@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixflow.forest import build_forest
+from prefixflow.forest import Forest, build_forest
 from prefixflow.plan.context import context_shards
 from prefixflow.plan.microbatch import Microbatch, pack_microbatches
 from prefixflow.plan.ring import Ring, RingTraffic, block_shares, rowless
+from prefixflow.testing.generate import trees
 from prefixflow.trajectories import Trajectory
 from tests.plan.groups import batch_of, batches
 
@@ -73,15 +74,23 @@ def assert_invariants(m: Microbatch, writers: Mapping[int, Microbatch], size: in
 @settings(deadline=None)
 @given(batches(max_groups=2), st.integers(2, 4), st.integers(1, 2))
 def test_invariants(trajectories: list[Trajectory], size: int, budget: int) -> None:
-    multiple = 2 * size
     forest = build_forest(trajectories)
     longest = max((len(segment) for segment in forest.segments), default=0)
-    max_tokens = -(-longest // multiple) * multiple * budget or multiple
-    trees = sorted({segment.tree for segment in forest.segments})
-    packed = pack_microbatches(forest, trees, max_tokens=max_tokens, multiple=multiple)
+    assert_all(forest, size, -(-longest // (2 * size)) * 2 * size * budget or 2 * size)
+
+
+def test_a_microbatch_reads_several_ancestors() -> None:
+    packed = assert_all(build_forest(trees(1, 4, 2, (5, 9), seed=4)), size=3, max_tokens=30)
+    assert max(len(m.cached) for m in packed) > 1
+
+
+def assert_all(forest: Forest, size: int, max_tokens: int) -> Sequence[Microbatch]:
+    every_tree = sorted({segment.tree for segment in forest.segments})
+    packed = pack_microbatches(forest, every_tree, max_tokens=max_tokens, multiple=2 * size)
     writers = {block: m for m in packed for block in m.writes}
     for m in packed:
         assert_invariants(m, writers, size)
+    return packed
 
 
 def test_later_chunks_are_skipped_and_neighbours_joined() -> None:
