@@ -85,13 +85,11 @@ def report_plan(
     trajectories: Sequence[Trajectory],
     memory: MemoryModel,
     *,
-    recomputes_attention: bool = False,
     context_kv: ContextKVChoice | None = None,
 ) -> PlanReport:
     """Figures of `plan`; leads, makespans and peaks are the largest over data-parallel ranks.
 
-    recomputes_attention: a backward moves K/V again, under full and under selective recomputation. context_kv: why `memory`
-    has K/V where it has them; None without context parallelism.
+    context_kv: why `memory` has K/V where it has them; None without context parallelism.
     """
     tables = [rank_table(plan, rank) for rank in range(len(plan.ranks))]
     leads = [lead(forwards_needed(backward_order(table.reads))) for table in tables]
@@ -120,19 +118,14 @@ def report_plan(
         split_loss_tokens=plan.split_loss_tokens,
         peak_bytes=_peak_bytes(plan, memory),
         digest=plan.digest,
-        context_bytes=_context_bytes(plan, memory, rows, recomputes_attention=recomputes_attention),
+        context_bytes=_context_bytes(plan, memory, rows),
         context_kv=None
         if context_kv is None
         else ContextReport(
             choice=context_kv.kv.value,
             reason=context_kv.reason,
             peak_bytes={kv.value: _peak_bytes(plan, replace(memory, context_kv=kv)) for kv in ContextKV},
-            context_bytes={
-                kv.value: _context_bytes(
-                    plan, replace(memory, context_kv=kv), rows, recomputes_attention=recomputes_attention
-                )
-                for kv in ContextKV
-            },
+            context_bytes={kv.value: _context_bytes(plan, replace(memory, context_kv=kv), rows) for kv in ContextKV},
         ),
     )
 
@@ -141,21 +134,23 @@ def _peak_bytes(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     return {phase.value: size for phase, size in predicted_peaks(plan, memory).items()}
 
 
-def _context_bytes(plan: Plan, memory: MemoryModel, rows: Sequence[int], *, recomputes_attention: bool) -> int:
+def _context_bytes(plan: Plan, memory: MemoryModel, rows: Sequence[int]) -> int:
     """What all context-parallel ranks receive in a step."""
     if memory.context_kv is ContextKV.RING and memory.context_parallel > 1:
-        return _ring_bytes(plan, memory, rows, recomputes_attention=recomputes_attention)
+        return _ring_bytes(plan, memory, rows)
     shape, size = memory.shape, memory.context_parallel
+    gathered_bytes = shape.kv_bytes_per_token(memory.element_bytes)
     traffic = KVTraffic(
-        gathered_bytes=(1 + recomputes_attention) * shape.kv_bytes_per_token(memory.element_bytes),
+        gathered_bytes=gathered_bytes,
+        regathered_bytes=gathered_bytes if memory.recomputes_attention else 0,
         reduced_bytes=shape.kv_gradient_bytes_per_token(memory.element_bytes),
     )
     return size * sum(traffic.num_bytes(microbatches, size) for microbatches in plan.ranks)
 
 
-def _ring_bytes(plan: Plan, memory: MemoryModel, rows: Sequence[int], *, recomputes_attention: bool) -> int:
+def _ring_bytes(plan: Plan, memory: MemoryModel, rows: Sequence[int]) -> int:
     shape, size = memory.shape, memory.context_parallel
-    num_turns = 2 + recomputes_attention
+    num_turns = 2 + memory.recomputes_attention
     kv_bytes = num_turns * shape.kv_bytes_per_token(memory.element_bytes)
     gradient_bytes = shape.kv_gradient_bytes_per_token(memory.element_bytes)
     # A microbatch without rows leaves out the attention of the last layer, unless a router's losses read it.
@@ -254,13 +249,7 @@ def run_plan(options: argparse.Namespace) -> int:
         _refuse_unbuilt(options)
         _check_page_path(options)
         step, choice = _planned_step(options)
-        report = report_plan(
-            step.plan,
-            step.trajectories,
-            step.memory,
-            recomputes_attention=options.recompute != "none",
-            context_kv=choice,
-        )
+        report = report_plan(step.plan, step.trajectories, step.memory, context_kv=choice)
         if options.html:
             write_page(options.html, _page_text(report, options), step)
     except (ValueError, OSError) as error:
@@ -359,6 +348,7 @@ def _planned_step(options: argparse.Namespace) -> tuple[PlannedStep, ContextKVCh
         context_parallel=layout.cp,
         expert_parallel=layout.ep * layout.etp,
         full_recompute=options.recompute == "full",
+        recomputes_attention=options.recompute != "none",
     )
     plan = plan_pipeline(trajectories, config)
     if layout.cp == 1:

@@ -1,4 +1,4 @@
-"""What context parallelism moves in the layers of a model chunk, as the plan counts it."""
+"""What context parallelism moves in the layers of a model chunk, and what it keeps for that."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from prefixflow.runtime.cache import accumulation_dtype
 
 def kv_traffic(chunks: Sequence[Any], *, training: bool) -> KVTraffic:
     """Of all layers of this rank's model chunks."""
-    gathered = reduced = 0
+    gathered = regathered = reduced = 0
     for chunk in chunks:
         dtype = chunk.config.params_dtype
         for place, layer in enumerate(chunk.decoder.layers):
             attention = layer.self_attention
             num_elements = 2 * attention.num_query_groups_per_partition * attention.hidden_size_per_attention_head
-            num_gathers = 1 + (training and _is_recomputed(chunk.config, place))
-            gathered += num_gathers * num_elements * dtype.itemsize
+            gathered += num_elements * dtype.itemsize
+            if training and _is_recomputed(chunk.config, place):
+                regathered += num_elements * dtype.itemsize
             reduced += training * num_elements * accumulation_dtype(dtype).itemsize
-    return KVTraffic(gathered, reduced)
+    return KVTraffic(gathered, regathered, reduced)
+
+
+def recomputes_attention(chunk: Any) -> bool:
+    """True where a backward runs the core attention of any layer of `chunk` again."""
+    return any(_is_recomputed(chunk.config, place) for place in range(len(chunk.decoder.layers)))
 
 
 def ring_traffic(chunks: Sequence[Any], *, training: bool) -> RingTraffic:

@@ -8,7 +8,7 @@ microbatch to the last operation that reads them; gK/gV from the first reader's 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
+from megatron.prefixflow.context import recomputes_attention
 from megatron.prefixflow.params import MicrobatchParams
 from megatron.prefixflow.positions import RotaryTable
 from megatron.prefixflow.router import RoutingContext
@@ -118,9 +119,10 @@ class StageRunner:
         self._head = LanguageModelHead(model, objective, tp_group) if model.post_process else None
         self._rotary = RotaryTable(model.rotary_pos_emb)
         self._alive: dict[int, _Alive] = {}
-        self._open_readers = Counter(
-            block for microbatch in workload.microbatches for cached in microbatch.cached for block in cached.blocks
-        )
+        # Recomputation takes what a microbatch wrote from the cache instead of gathering it again.
+        gathers = parallel is not None and ring is None
+        self._reads_own = training and gathers and recomputes_attention(model)
+        self._open_readers = Counter(block for m in workload.microbatches for block in self._read_blocks(m))
 
     def forward(self, m: int, received: Tensor | None, *, keep_logits: bool = False) -> Tensor:
         """F(m): body, cached K/V of written segments, and on the last stage log-probabilities of the rows."""
@@ -232,11 +234,17 @@ class StageRunner:
         if not self.model.decoder.layers:
             # A stage of the embedding or the head alone has no K/V.
             return
+        for block in self._read_blocks(microbatch):
+            self._open_readers[block] -= 1
+            if self._open_readers[block] == 0:
+                self.cache.release(block)
+
+    def _read_blocks(self, microbatch: Microbatch) -> Iterator[int]:
+        """Blocks whose K/V must be there until the last operation on `microbatch`; one may come several times."""
         for cached in microbatch.cached:
-            for block in cached.blocks:
-                self._open_readers[block] -= 1
-                if self._open_readers[block] == 0:
-                    self.cache.release(block)
+            yield from cached.blocks
+        if self._reads_own:
+            yield from microbatch.writes
 
     def _tensor(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self.device)

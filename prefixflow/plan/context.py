@@ -133,17 +133,31 @@ def _append(ranges: list[Range], new: Range) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KVTraffic:
-    """What moving own K/V costs, whatever later microbatches read them.
+    """What moving own K/V costs, whatever later microbatches read them. Bytes of one position, summed over layers.
 
-    gathered_bytes: K and V of one position on one rank, summed over layers and once more for each layer that gathers again
-    in a recomputation. reduced_bytes: gK and gV of one position, in the precision of gradient sums, over layers; 0 without
-    a backward.
+    gathered_bytes: its K and V, in a forward. regathered_bytes: the same, over the layers whose backward runs attention again;
+    written segments are in the cache then and are not moved. reduced_bytes: its gK and gV, in the precision of
+    gradient sums; 0 without a backward.
     """
 
     gathered_bytes: int
+    regathered_bytes: int
     reduced_bytes: int
 
     def num_bytes(self, microbatches: Sequence[Microbatch], size: int) -> int:
         """Bytes that each of `size` context-parallel ranks receives, over all microbatches."""
-        num_positions = sum(m.num_physical_tokens // size * (size - 1) for m in microbatches)
-        return num_positions * (self.gathered_bytes + self.reduced_bytes)
+        total = 0
+        for m in microbatches:
+            total += m.num_physical_tokens // size * (self.gathered_bytes + self.reduced_bytes)
+            if self.regathered_bytes:
+                total += num_regathered(m, size) * self.regathered_bytes
+        return total * (size - 1)
+
+
+def num_regathered(microbatch: Microbatch, size: int) -> int:
+    """Positions that each rank sends where K/V of all but written segments are gathered: as many as any rank holds."""
+    if not microbatch.writes:
+        return microbatch.num_physical_tokens // size
+    written = [microbatch.span_of(segment) for segment in microbatch.writes]
+    shards = context_shards(microbatch, size)
+    return max(shard.num_tokens - sum(len(shard.own(span)) for span in written) for shard in shards)

@@ -3,23 +3,44 @@
 Shapes: T positions of the microbatch, T/cp of them on each rank (`prefixflow.plan.context`).
 
 Every collective here is called by all ranks of the group in the same order: what is moved follows from the plan alone.
+Those of K/V are started, and waited for where their result is needed, so that what does not need it runs meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from prefixflow.plan.context import ContextShard, context_shards
 from prefixflow.plan.microbatch import Microbatch
-from prefixflow.runtime.cache import accumulation_dtype
+from prefixflow.ranges import Range
+
+KeysValues = tuple[Tensor, Tensor]
+
+
+class Pending:
+    """K and V, or their gradients, of a collective under way."""
+
+    def __init__(self, work: dist.Work | None, source: Tensor | None, finish: Callable[[], KeysValues]) -> None:
+        """source: what the collective reads, kept until it is done. finish: makes the result after it."""
+        self._work = work
+        self._source = source
+        self._finish = finish
+        self._result: KeysValues | None = None
+
+    def wait(self) -> KeysValues:
+        """The result, the same at every call."""
+        if self._result is None:
+            if self._work is not None:
+                self._work.wait()
+            self._result = self._finish()
+            self._work = self._source = None
+        return self._result
 
 
 class ContextParallel:
@@ -39,28 +60,19 @@ class ContextParallel:
 
     def gather(self, x: Tensor) -> Tensor:
         """[size * n, ...]: `x` [n, ...] of all ranks in rank order."""
-        x = x.contiguous()
-        gathered = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(gathered, x, group=self.group)
+        gathered, work = self.start_gather(x.contiguous())
+        work.wait()
         return gathered
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """[n, ...]: this rank's part of the sum of `x` [size * n, ...] over all ranks."""
-        x = x.contiguous()
-        reduced = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        dist.reduce_scatter_tensor(reduced, x, group=self.group)
-        return reduced
+    def start_gather(self, x: Tensor) -> tuple[Tensor, dist.Work]:
+        """As `gather`, for a contiguous `x`; the result is there once the work has been waited for."""
+        gathered = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        return gathered, dist.all_gather_into_tensor(gathered, x, group=self.group, async_op=True)
 
-    def gather_rows(self, values: Tensor, owners: np.ndarray) -> Tensor:
-        """[R, c]: rows of all ranks, `values` [R_own, c] being this rank's in order; owners [R]: rank of each row."""
-        counts = np.bincount(owners, minlength=self.size)
-        longest = int(counts.max())
-        padded = values.new_zeros(longest, values.shape[1])
-        padded[: len(values)] = values
-        place = np.empty(len(owners), np.int64)
-        for rank in range(self.size):
-            place[owners == rank] = rank * longest + np.arange(counts[rank])
-        return self.gather(padded).index_select(0, torch.from_numpy(place).to(values.device))
+    def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, dist.Work]:
+        """[n, ...]: this rank's part of the sum of a contiguous `x` [size * n, ...] over all ranks, likewise."""
+        reduced = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        return reduced, dist.reduce_scatter_tensor(reduced, x, group=self.group, async_op=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,40 +122,78 @@ class SplitMicrobatch:
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities and entropies of all rows [R] from those of this rank's, in the microbatch's order."""
         columns = [logprobs] if entropy is None else [logprobs, entropy]
-        joined = self.parallel.gather_rows(torch.stack(columns, dim=1), self.owner[row_index])
+        send, place = self._padded(torch.stack(columns, dim=1), self.owner[row_index])
+        joined = self.parallel.gather(send).index_select(0, place)
         return joined[:, 0], None if entropy is None else joined[:, 1]
 
-    def gather_keys_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V [T, n_kv, d] of the microbatch from those of this rank's positions [T/cp, n_kv, d], differentiable."""
-        joined = GatherKeysValues.apply(torch.cat([k, v], dim=-1), self)
-        k, v = joined.chunk(2, dim=-1)
+    def start_gather(self, k: Tensor, v: Tensor) -> Pending:
+        """K and V [T, n_kv, d] of the microbatch from those of this rank's positions [T/cp, n_kv, d]."""
+        return self._start(torch.cat([k, v], dim=-1), self.flat_order)
+
+    def start_completing(self, k: Tensor, v: Tensor, known: Sequence[tuple[Range, KeysValues]]) -> Pending:
+        """As `start_gather`, where K and V of the ranges `known` are at hand: the others are moved, in equal parts."""
+        unknown = np.ones(len(self.owner), bool)
+        for tokens, _ in known:
+            unknown[tokens.slice] = False
+        positions = np.flatnonzero(unknown)
+        missing = None
+        if len(positions):
+            own = positions[self.owner[positions] == self.parallel.rank]
+            chosen = torch.from_numpy(self.place[own]).to(k.device)
+            send, place = self._padded(torch.cat([k, v], dim=-1)[chosen], self.owner[positions])
+            missing = self._start(send, place)
+
+        def finish() -> KeysValues:
+            if missing is None and len(known) == 1:
+                return known[0][1]
+            joined = k.new_empty(2, len(self.owner), *k.shape[1:])
+            for tokens, keys_values in known:
+                for whole, part in zip(joined, keys_values, strict=True):
+                    whole[tokens.slice] = part
+            if missing is not None:
+                index = torch.from_numpy(positions).to(k.device)
+                for whole, part in zip(joined, missing.wait(), strict=True):
+                    whole.index_copy_(0, index, part)
+            return joined[0], joined[1]
+
+        return Pending(None, None, finish)
+
+    def start_reduce(self, dk: Tensor, dv: Tensor) -> Pending:
+        """Gradients of this rank's positions [T/cp, n_kv, d], summed over what all ranks have for them: dk, dv
+        [T, n_kv, d], in the precision of gradient sums."""
+        parts = torch.cat([dk, dv], dim=-1).index_select(0, self.rank_order)
+        reduced, work = self.parallel.start_reduce_scatter(parts)
+        self._count(parts)
+        return Pending(work, parts, lambda: _halves(reduced))
+
+    def _start(self, send: Tensor, order: Tensor) -> Pending:
+        """Gather `send` [n, n_kv, 2 d]; the result takes its rows in `order`."""
+        gathered, work = self.parallel.start_gather(send)
+        self._count(gathered)
+        return Pending(work, send, lambda: _halves(gathered, order))
+
+    def _padded(self, values: Tensor, owners: np.ndarray) -> tuple[Tensor, Tensor]:
+        """This rank's `values` [R_own, ...] with zeros up to the longest rank's, and where each of the R rows then
+        stands in what is gathered; owners [R]: rank of each row."""
+        size = self.parallel.size
+        counts = np.bincount(owners, minlength=size)
+        longest = int(counts.max())
+        padded = values.new_zeros(longest, *values.shape[1:])
+        padded[: len(values)] = values
+        place = np.empty(len(owners), np.int64)
+        for rank in range(size):
+            place[owners == rank] = rank * longest + np.arange(counts[rank])
+        return padded, torch.from_numpy(place).to(values.device)
+
+    def _count(self, whole: Tensor) -> None:
+        """Bytes of the other ranks' parts of `whole`."""
+        size = self.parallel.size
+        self.parallel.num_bytes += whole.numel() // size * (size - 1) * whole.element_size()
+
+
+def _halves(joined: Tensor, order: Tensor | None = None) -> KeysValues:
+    """K and V of [n, n_kv, 2 d], contiguous, their rows in `order`."""
+    k, v = joined.chunk(2, dim=-1)
+    if order is None:
         return k.contiguous(), v.contiguous()
-
-
-class GatherKeysValues(torch.autograd.Function):
-    """[T/cp, n_kv, 2 d] of this rank to [T, n_kv, 2 d] in the order of the microbatch.
-
-    Each rank has a part of the gradient of every position, from its own queries: the backward sums them in the precision of
-    gradient sums and leaves each rank the gradient of its positions.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split: SplitMicrobatch) -> Tensor:
-        ctx.split = split
-        gathered = split.parallel.gather(x)
-        split.parallel.num_bytes += _num_received(gathered, split.parallel.size)
-        return gathered.index_select(0, split.flat_order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        split: SplitMicrobatch = ctx.split
-        parts = grad.index_select(0, split.rank_order).to(accumulation_dtype(grad.dtype))
-        reduced = split.parallel.reduce_scatter(parts)
-        split.parallel.num_bytes += _num_received(parts, split.parallel.size)
-        return reduced.to(grad.dtype), None
-
-
-def _num_received(whole: Tensor, size: int) -> int:
-    """Bytes of the other ranks' parts of `whole`."""
-    return whole.numel() // size * (size - 1) * whole.element_size()
+    return k.index_select(0, order), v.index_select(0, order)

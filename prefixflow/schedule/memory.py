@@ -3,7 +3,7 @@
 Strategy: replay the row; after each operation add up what is alive. *State* (weights, gradients, optimizer) is there
 always. A forward leaves its microbatch's activations until its backward (layer inputs only, under full recomputation,
 which adds one layer's activations while a backward runs). K/V of a written segment live until their last reader's
-backward; gK/gV from the first reader's backward to the writer's own. Logits of the rows are alive in chunks.
+backward, and where context-parallel ranks recompute attention until the writer's, which takes its own from there; gK/gV from the first reader's backward to the writer's own. Logits of the rows are alive in chunks.
 
 Phases: A, a forward that others read; B, a microbatch that nothing else reads; C, the delayed backward.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from prefixflow.plan.context import ContextKV
@@ -41,6 +41,7 @@ class MemoryModel:
     gathered K/V not K/V and gK/gV, which each rank holds whole: those of cached segments, and those that a kept or running
     layer works on. With sharded ones it divides these too, and shards are under way while an operation runs.
     expert_parallel: ranks that share a stage's routed experts, expert times expert-tensor parallel; tensor_parallel leaves them.
+    recomputes_attention: in a backward, under full recomputation and under selective where it covers core attention.
     """
 
     shape: ModelShape
@@ -51,6 +52,7 @@ class MemoryModel:
     expert_parallel: int = 1
     full_recompute: bool = False
     context_kv: ContextKV = ContextKV.GATHER
+    recomputes_attention: bool = False
 
     @property
     def _model_parallel(self) -> int:
@@ -171,7 +173,9 @@ class _Walk:
         self.microbatches = plan.ranks[data_rank]
         self.memory = memory
         self.lengths = [len(segment) for segment in plan.forest.segments]
-        self.open_readers = Counter(block for m in self.microbatches for c in m.cached for block in c.blocks)
+        gathers = memory.context_parallel > 1 and memory.context_kv is ContextKV.GATHER
+        self.reads_own = memory.recomputes_attention and gathers
+        self.open_readers = Counter(block for m in self.microbatches for block in self._read_blocks(m))
         self.kept = 0
         self.keys_values = 0
         self.gradients: dict[int, int] = {}
@@ -205,12 +209,19 @@ class _Walk:
 
     def _finish(self, m: Microbatch, kept: int) -> None:
         self.kept -= kept
-        for block in (b for c in m.cached for b in c.blocks):
+        for block in self._read_blocks(m):
             self.open_readers[block] -= 1
             if not self.open_readers[block]:
                 self.keys_values -= self._kv((block,))
         for block in m.writes:
             self.gradients.pop(block, None)
+
+    def _read_blocks(self, m: Microbatch) -> Iterator[int]:
+        """Blocks whose K/V must be there until the backward of `m`; one may come several times."""
+        for cached in m.cached:
+            yield from cached.blocks
+        if self.reads_own:
+            yield from m.writes
 
     def _kv(self, blocks: Sequence[int]) -> int:
         return sum(self.lengths[b] for b in blocks) * self.memory.kv_bytes_per_token

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from megatron.prefixflow.parity import Case, Runner
-from prefixflow.runtime.context import ContextParallel, GatherKeysValues, SplitMicrobatch
+from prefixflow.runtime.context import ContextParallel, Pending, SplitMicrobatch
 from prefixflow.runtime.world import Worlds
 from tests.mcore.parity_files import write_files
 from tests.mcore.test_mutants import Setup, patch, restore
@@ -158,36 +160,52 @@ def test_prefix_keys_move_once_whatever_the_number_of_microbatches(runner, files
 
 
 def gathered_in_rank_order() -> None:
-    forward = GatherKeysValues.forward
-
-    def mutant(ctx: Any, x: Any, split: SplitMicrobatch) -> Any:
-        return forward(ctx, x, split)[split.rank_order]
-
-    patch(GatherKeysValues, "forward", staticmethod(mutant))
+    patch(SplitMicrobatch, "start_gather", lambda self, k, v: self._start(torch.cat([k, v], dim=-1), self.rank_order))
 
 
 def one_gathered_element_is_off() -> None:
-    gather = ContextParallel.gather
+    start = SplitMicrobatch.start_gather
 
-    def mutant(self: ContextParallel, x: Any) -> Any:
-        gathered = gather(self, x)
-        if gathered.dim() == 3:
-            gathered[0, 0, 0] += 1e-3
-        return gathered
+    def mutant(self: SplitMicrobatch, k: Tensor, v: Tensor) -> Pending:
+        pending = start(self, k, v)
+        pending.wait()[0][0, 0, 0] += 1e-3
+        return pending
 
-    patch(ContextParallel, "gather", mutant)
+    patch(SplitMicrobatch, "start_gather", mutant)
+
+
+def written_segments_are_completed_in_rank_order() -> None:
+    start = SplitMicrobatch.start_completing
+
+    def mutant(self: SplitMicrobatch, k: Tensor, v: Tensor, known: Any) -> Pending:
+        order = torch.argsort(self.rank_order)
+        return start(
+            self, k, v, [(tokens, (key[order[: len(key)] % len(key)], value)) for tokens, (key, value) in known]
+        )
+
+    patch(SplitMicrobatch, "start_completing", mutant)
 
 
 def other_ranks_gradients_are_dropped() -> None:
-    def mutant(self: ContextParallel, x: Any) -> Any:
-        return self.size * x.chunk(self.size)[self.rank]
+    start = ContextParallel.start_reduce_scatter
 
-    patch(ContextParallel, "reduce_scatter", mutant)
+    def mutant(self: ContextParallel, x: Tensor) -> Any:
+        own = x.chunk(self.size)[self.rank]
+        reduced, work = start(self, x)
+        work.wait()
+        return reduced.copy_(self.size * own), work
+
+    patch(ContextParallel, "start_reduce_scatter", mutant)
 
 
 def rows_stand_in_rank_order() -> None:
-    gather_rows = ContextParallel.gather_rows
-    patch(ContextParallel, "gather_rows", lambda self, values, owners: gather_rows(self, values, owners).flip(0))
+    padded = SplitMicrobatch._padded
+
+    def mutant(self: SplitMicrobatch, values: Tensor, owners: Any) -> tuple[Tensor, Tensor]:
+        send, place = padded(self, values, owners)
+        return send, place.flip(0)
+
+    patch(SplitMicrobatch, "_padded", mutant)
 
 
 MUTANTS = [

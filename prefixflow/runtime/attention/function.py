@@ -1,9 +1,6 @@
 """Attention of one microbatch: slices joined by logsumexp, K/V of shared segments in a cache.
 
 Steps, for q [T, n, d] and k, v [T, n_kv, d] of one layer
-0. Under context parallelism q, k and v are of this rank's positions: K/V of the whole microbatch are gathered
-   first (`prefixflow.runtime.context`). Everything below then has the queries of this rank and the keys of the
-   microbatch, and gK/gV are partial sums, which the gather's backward adds up over ranks.
 1. `Inject`, where later microbatches read segments of this one: its forward stores their K/V, its
    backward adds the gradients gK/gV that the readers left to those from this microbatch.
 2. `SliceAttention`: one kernel call a slice. For slices a and b of the same queries
@@ -19,9 +16,16 @@ Steps, for q [T, n, d] and k, v [T, n_kv, d] of one layer
    output is dead compute, but the layer's K and V still owe gradients, and a backward must find its
    way to `Inject`.
 
+Under context parallelism q, k and v are of this rank's positions, and `GatheredAttention` is all three steps. K/V of
+the microbatch are gathered (`prefixflow.runtime.context`) while the slices run that need none of other ranks: the causal
+ones, whose keys are their queries' positions, and those of cached ancestors. In the backward dk and dv, partial sums of
+this rank's queries, and gK/gV are reduced over ranks in the precision of gradient sums, while the slices of
+cached ancestors run.
+
 Under full recomputation the forward of a function runs twice, and grad mode is off inside it both
 times: it cannot tell the first from the second, so the executor says which operation is running.
-Nothing is stored in a recomputation, and ancestors are read from the cache again.
+Nothing is stored in a recomputation, and ancestors are read from the cache again. So are, under context parallelism, the
+segments that the microbatch wrote: only the rest is gathered again.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from prefixflow.plan.slices import CachedSlice, LocalSlice
 from prefixflow.ranges import Range
 from prefixflow.runtime.attention.kernels import AttentionKernel
 from prefixflow.runtime.cache import KVCache, accumulation_dtype, owns_memory
-from prefixflow.runtime.context import SplitMicrobatch
+from prefixflow.runtime.context import Pending, SplitMicrobatch
 
 
 class Operation(enum.Enum):
@@ -58,7 +62,8 @@ class AttentionContext:
     microbatch without loss rows, whose attention output nothing reads.
 
     `split` under context parallelism: queries of all slices count among this rank's positions, keys of
-    local slices and `writes` among those of the microbatch. Without it the two are the same.
+    local slices and `writes` among those of the microbatch. Without it the two are the same. The keys of a causal
+    slice are the positions of its queries.
 
     Derived: `causal`, the causal slices by query; `full`, all others; `num_tokens`, the queries.
     """
@@ -77,7 +82,7 @@ class AttentionContext:
 
     def __post_init__(self) -> None:
         self.causal = tuple(sorted((s for s in self.local if s.causal), key=lambda s: s.queries.start))
-        self.full = (*(s for s in self.local if not s.causal), *self.cached)
+        self.full = (*self.cached, *(s for s in self.local if not s.causal))
         self.num_tokens = 0
         for piece in self.causal:
             fits = piece.queries == piece.keys if self.split is None else len(piece.queries) == len(piece.keys)
@@ -104,10 +109,9 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext
     when the tensors do not fit the slices, CacheError for an operation out of order.
     """
     check_shapes(q, k, v, context, layer)
-    # A view of the fused projection, kept for backward, would keep the whole projection alive.
-    q, k, v = (x if owns_memory(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
     if context.split is not None:
-        k, v = context.split.gather_keys_values(k, v)
+        return GatheredAttention.apply(_owned(q), k, v, context, layer, scale)
+    q, k, v = _owned(q), _owned(k), _owned(v)
     if context.writes:
         k, v = Inject.apply(k, v, context, layer)
     if layer == context.keys_only_layer:
@@ -121,19 +125,13 @@ class Inject(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, context: AttentionContext, layer: int) -> tuple[Tensor, Tensor]:
         ctx.context, ctx.layer = context, layer
-        if context.operation is not Operation.BACKWARD:
-            for block, tokens in context.writes:
-                context.cache.write(layer, block, k[tokens.slice], v[tokens.slice])
+        _write(k, v, context, layer)
         return k, v
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        taken = []
-        for block, tokens in ctx.context.writes:
-            gradients = ctx.context.cache.take_gradient(ctx.layer, block)
-            if gradients is not None:
-                taken.append((tokens, *gradients))
+        taken = _take_gradients(ctx.context, ctx.layer)
         dk = _plus(dk, [(tokens, gk) for tokens, gk, _ in taken])
         dv = _plus(dv, [(tokens, gv) for tokens, _, gv in taken])
         return dk, dv, None, None
@@ -179,9 +177,86 @@ class Root(torch.autograd.Function):
         return tuple(dout.new_zeros(shape) for shape in ctx.shapes)
 
 
+class GatheredAttention(torch.autograd.Function):
+    """`Inject`, then `SliceAttention` or `Root`, of a microbatch that context-parallel ranks share.
+
+    q, k, v are of this rank's positions. Saves K/V of the microbatch.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, layer: int, scale: float
+    ) -> Tensor:
+        ctx.context, ctx.layer, ctx.scale = context, layer, scale
+        pending = _start_gather(k, v, context, layer)
+        if layer == context.keys_only_layer:
+            k, v = pending.wait()
+            ctx.kv_shape = k.shape
+            out = torch.zeros_like(q)
+        else:
+            out, lse = _forward(q, k, v, context, layer, scale, pending)
+            k, v = pending.wait()
+            ctx.save_for_backward(q, k, v, out, lse)
+        _write(k, v, context, layer)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        context, layer = ctx.context, ctx.layer
+        dead = layer == context.keys_only_layer
+        if dead:
+            dq = torch.zeros_like(dout)
+            dk, dv = dout.new_zeros(2, *ctx.kv_shape, dtype=accumulation_dtype(dout.dtype))
+        else:
+            q, k, v, out, lse = ctx.saved_tensors
+            dq, dk, dv = _local_backward(dout, q, k, v, out, lse, context, ctx.scale)
+        for tokens, gk, gv in _take_gradients(context, layer):
+            dk[tokens.slice] += gk
+            dv[tokens.slice] += gv
+        pending = context.split.start_reduce(dk, dv)
+        if not dead:
+            _cached_backward(dq, dout, q, out, lse, context, layer, ctx.scale)
+        dk, dv = pending.wait()
+        return dq.to(dout.dtype), dk.to(dout.dtype), dv.to(dout.dtype), None, None, None
+
+
+def _start_gather(k: Tensor, v: Tensor, context: AttentionContext, layer: int) -> Pending:
+    """K/V of the microbatch. What it wrote is in the cache until its backward is done, and is not gathered again."""
+    assert context.split is not None
+    if context.operation is not Operation.BACKWARD or not context.writes:
+        return context.split.start_gather(k, v)
+    known = [(tokens, context.cache.read(layer, (block,))) for block, tokens in context.writes]
+    return context.split.start_completing(k, v, known)
+
+
+def _write(k: Tensor, v: Tensor, context: AttentionContext, layer: int) -> None:
+    """Store what later microbatches read, unless this is a recomputation."""
+    if context.operation is not Operation.BACKWARD:
+        for block, tokens in context.writes:
+            context.cache.write(layer, block, k[tokens.slice], v[tokens.slice])
+
+
+def _take_gradients(context: AttentionContext, layer: int) -> list[tuple[Range, Tensor, Tensor]]:
+    """(token range, gK, gV) of what later microbatches have read."""
+    taken = []
+    for block, tokens in context.writes:
+        gradients = context.cache.take_gradient(layer, block)
+        if gradients is not None:
+            taken.append((tokens, *gradients))
+    return taken
+
+
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, context: AttentionContext, layer: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: AttentionContext,
+    layer: int,
+    scale: float,
+    gathered: Pending | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """out and lse; `gathered`: keys of the local slices that are not causal, where k and v are of the queries alone."""
     kernel = context.kernel
     if context.is_one_causal_slice:
         return kernel.forward(q, k, v, True, scale)
@@ -189,11 +264,14 @@ def _forward(
     out = torch.empty_like(q, dtype=high if context.full else q.dtype)
     lse = q.new_empty(q.shape[:2], dtype=high)
     for piece in context.causal:
-        rows, keys = piece.queries.slice, piece.keys.slice
-        out[rows], lse[rows] = kernel.forward(q[rows], k[keys], v[keys], True, scale)
+        rows = piece.queries.slice
+        out[rows], lse[rows] = kernel.forward(q[rows], k[rows], v[rows], True, scale)
     for part in context.full:
         rows = part.queries.slice
-        part_k, part_v = _keys_values(part, k, v, context.cache, layer)
+        if isinstance(part, CachedSlice):
+            part_k, part_v = context.cache.read(layer, part.blocks)
+        else:
+            part_k, part_v = (x[part.keys.slice] for x in ((k, v) if gathered is None else gathered.wait()))
         part_out, part_lse = kernel.forward(q[rows], part_k, part_v, False, scale)
         merge_part(out[rows], lse[rows], part_out.to(high), part_lse)
     return out.to(q.dtype), lse
@@ -216,15 +294,32 @@ def _backward(
     layer: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kernel = context.kernel
     if context.is_one_causal_slice:
-        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, True, scale)
+        dq, dk, dv = context.kernel.backward(dout, q, k, v, out, lse, True, scale)
         return dq, dk.to(k.dtype), dv.to(v.dtype)
+    dq, dk, dv = _local_backward(dout, q, k, v, out, lse, context, scale)
+    _cached_backward(dq, dout, q, out, lse, context, layer, scale)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _local_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    context: AttentionContext,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of the local slices, in the accumulation precision where more is to be added to them."""
+    kernel = context.kernel
     high = accumulation_dtype(q.dtype)
-    in_graph = any(isinstance(part, LocalSlice) for part in context.full)
+    split = context.split is not None
+    in_graph = split or any(isinstance(part, LocalSlice) for part in context.full)
     dq = torch.empty_like(q, dtype=high if context.full else q.dtype)
     # The causal slices reach every key, unless other ranks run some of them.
-    new = torch.empty_like if context.split is None else torch.zeros_like
+    new = torch.zeros_like if split else torch.empty_like
     dk, dv = (new(x, dtype=high if in_graph else x.dtype) for x in (k, v))
     for piece in context.causal:
         rows, keys = piece.queries.slice, piece.keys.slice
@@ -232,26 +327,41 @@ def _backward(
             dout[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], True, scale
         )
     for part in context.full:
+        if isinstance(part, LocalSlice):
+            rows, keys = part.queries.slice, part.keys.slice
+            part_dq, part_dk, part_dv = kernel.backward(
+                dout[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], False, scale
+            )
+            dq[rows] += part_dq
+            dk[keys] += part_dk
+            dv[keys] += part_dv
+    return dq, dk, dv
+
+
+def _cached_backward(
+    dq: Tensor,
+    dout: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    context: AttentionContext,
+    layer: int,
+    scale: float,
+) -> None:
+    """Add to dq what comes from cached keys, and to the cache their gradients."""
+    for part in context.cached:
         rows = part.queries.slice
-        part_k, part_v = _keys_values(part, k, v, context.cache, layer)
-        part_dq, part_dk, part_dv = kernel.backward(
+        part_k, part_v = context.cache.read(layer, part.blocks)
+        part_dq, part_dk, part_dv = context.kernel.backward(
             dout[rows], q[rows], part_k, part_v, out[rows], lse[rows], False, scale
         )
         dq[rows] += part_dq
-        if isinstance(part, LocalSlice):
-            dk[part.keys.slice] += part_dk
-            dv[part.keys.slice] += part_dv
-        else:
-            context.cache.add_gradient(layer, part.blocks, part_dk, part_dv)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        context.cache.add_gradient(layer, part.blocks, part_dk, part_dv)
 
 
-def _keys_values(
-    part: LocalSlice | CachedSlice, k: Tensor, v: Tensor, cache: KVCache, layer: int
-) -> tuple[Tensor, Tensor]:
-    if isinstance(part, CachedSlice):
-        return cache.read(layer, part.blocks)
-    return k[part.keys.slice], v[part.keys.slice]
+def _owned(x: Tensor) -> Tensor:
+    """A view of the fused projection, kept for backward, would keep the whole projection alive."""
+    return x if owns_memory(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _plus(grad: Tensor, terms: list[tuple[Range, Tensor]]) -> Tensor:
