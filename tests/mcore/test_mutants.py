@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,25 +24,11 @@ from prefixflow.runtime.attention.kernels import AtenCpuKernel
 from prefixflow.runtime.cache import KVCache
 from prefixflow.runtime.objective import Entries, Objective, logical_normalizer
 from prefixflow.runtime.world import Worlds
+from tests.mcore.faults import Setup, on_restore, patch, restore
 from tests.mcore.parity_files import write_files
 
 TIMEOUT_S = 300.0
 FULL_STEP = "--model tiny --num-layers 2 --dtype float64 --max-tokens 32 --prefix-reuse on"
-
-_undo: list[Callable[[], None]] = []
-
-
-def patch(owner: Any, name: str, replacement: Any) -> None:
-    """Replace an attribute until the next `restore` in this process."""
-    original = vars(owner)[name]
-    _undo.append(functools.partial(setattr, owner, name, original))
-    setattr(owner, name, replacement)
-
-
-def restore() -> None:
-    while _undo:
-        _undo.pop()()
-
 
 # Positions, masks and labels.
 
@@ -137,7 +123,7 @@ def last_reader_wins() -> None:
 
 def last_layer_is_not_reached() -> None:
     apply: Any = Root.apply
-    _undo.append(functools.partial(delattr, Root, "apply"))
+    on_restore(functools.partial(delattr, Root, "apply"))
     mutant: Any = staticmethod(lambda q, k, v: apply(q, k.detach(), v.detach()))
     Root.apply = mutant  # type: ignore[method-assign]
 
@@ -279,18 +265,6 @@ GUARDED: dict[Callable[[], None], tuple[str, str]] = {
     recomputation_stores_again: ("--recompute full", "a recomputation must run with operation BACKWARD"),
 }
 """Faults that a guard stops before a number is wrong, their arguments, and what the guard says."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """Puts back the last mutant of a process and makes another; None: none."""
-
-    mutant: Callable[[], None] | None = None
-
-    def __call__(self) -> None:
-        restore()
-        if self.mutant is not None:
-            self.mutant()
 
 
 @pytest.fixture(scope="module")

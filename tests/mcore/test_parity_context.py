@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.prefixflow.parity import Case, Runner
-from prefixflow.runtime.context import ContextParallel, Pending, SplitMicrobatch
-from prefixflow.runtime.world import Worlds
-from tests.mcore.parity_files import write_files
-from tests.mcore.test_mutants import Setup, patch, restore
+from megatron.prefixflow import parity
+from prefixflow.runtime.context import Pending, SplitMicrobatch
+from tests.mcore.faults import Setup, patch, restore
 
 LIMIT = 1e-9
 MOE_LIMIT = 1e-6
-TIMEOUT_S = 300.0
 TINY = "--model tiny --num-layers 2"
 UNEVEN = "--decoder-first-pipeline-num-layers 2"
 MOE = "--model tiny-moe --num-layers 2 --moe-router-load-balancing-type aux_loss seq_aux_loss"
@@ -29,13 +26,12 @@ CASES = [
     ("mixed-near", f"{TINY} --max-tokens 64 --cp 2 {GSPO}"),
     # Segments of one token and fewer than 2 * cp, odd lengths, empty responses.
     ("edges", f"{TINY} --max-tokens 17 --cp 2 --recompute full"),
+]
+SLOW = [
     ("chains", f"{TINY} --max-tokens 16 --cp 4"),
-    ("deep", f"{TINY} --max-tokens 64 --cp 2 --tp 2 --sequence-parallel --recompute selective"),
     ("deep", f"--model tiny --num-layers 3 --max-tokens 32 --cp 2 --pp 2 {UNEVEN} --recompute full"),
     # Reference log-probabilities that the file lacks come from forward-only passes.
     ("mixed-partly-old", f"{TINY} --max-tokens 64 --cp 2 --dp 2 --kl-coef 0.1"),
-]
-SLOW = [
     *(
         (file, f"--model tiny --max-tokens {budget} {layout} --recompute {recompute}")
         for layout in (
@@ -69,25 +65,6 @@ FACTORISATIONS = [
 ] + [f"--{name} 4" for name in ("dp", "cp", "tp", "pp")]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return write_files(tmp_path_factory.mktemp("trajectories"))
-
-
-@pytest.fixture(scope="module")
-def runner(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    with Runner(tmp_path_factory.mktemp("parity"), TIMEOUT_S, setup=Setup(), worlds=worlds) as kept:
-        yield kept
-        worlds[2].run(restore)
-
-
-def compare(
-    runner: Runner, file: str, text: str, dtype: str = "float64", mutant: Callable[[], None] | None = None
-) -> dict[str, Any]:
-    runner.setup = Setup(mutant)
-    return runner.run(Case(file, ("--prefix-reuse", "on", *text.split(), "--dtype", dtype)))
-
-
 def assert_exact(result: dict[str, Any], limit: float = LIMIT) -> None:
     assert result["ok"], result["reasons"]
     for name in ("max_rel_grad_err", "max_logprob_err", "loss_rel_err", "grad_norm_rel_err"):
@@ -97,14 +74,14 @@ def assert_exact(result: dict[str, Any], limit: float = LIMIT) -> None:
 
 
 @pytest.mark.parametrize(("file", "text"), CASES)
-def test_float64(runner, files, file, text):
-    assert_exact(compare(runner, files[file], text))
+def test_float64(compare, file, text):
+    assert_exact(compare(file, text))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "text"), SLOW)
-def test_every_layout(runner, files, file, text):
-    assert_exact(compare(runner, files[file], text))
+def test_every_layout(compare, file, text):
+    assert_exact(compare(file, text))
 
 
 def assert_moe(result: dict[str, Any]) -> None:
@@ -114,46 +91,54 @@ def assert_moe(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("file", "text"), MOE_CASES)
-def test_experts(runner, files, file, text):
-    assert_moe(compare(runner, files[file], text))
+def test_experts(compare, file, text):
+    assert_moe(compare(file, text))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "text"), SLOW_MOE)
-def test_experts_in_every_layout(runner, files, file, text):
-    assert_moe(compare(runner, files[file], text))
+def test_experts_in_every_layout(compare, file, text):
+    assert_moe(compare(file, text))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lower_precision(runner, files, dtype):
-    result = compare(runner, files["mixed"], f"{TINY} --max-tokens 64 --cp 2 --use-distributed-optimizer", dtype)
+def test_lower_precision(compare, dtype):
+    result = compare("mixed", f"{TINY} --max-tokens 64 --cp 2 --use-distributed-optimizer", dtype)
     assert result["ok"], result["reasons"]
 
 
-def test_the_gradient_norm_does_not_depend_on_the_layout(runner, files):
+def test_every_factorisation_is_exact_and_has_the_same_gradient_norm(compare):
     norms = []
     for layout in FACTORISATIONS:
-        result = compare(runner, files["two-groups"], f"--model tiny --max-tokens 64 {layout}")
+        result = compare("two-groups", f"--model tiny --max-tokens 32 {layout} --recompute full")
         assert result["ok"], (layout, result["reasons"])
+        assert result["context_bytes"] == result["context_bytes_planned"]
+        assert (result["context_bytes"] > 0) == ("--cp" in layout)
         norms.append(result["grad_norm_reuse"])
     assert max(norms) - min(norms) < 1e-12 * min(norms), dict(zip(FACTORISATIONS, norms, strict=True))
 
 
-def test_prefix_keys_move_once_whatever_the_number_of_microbatches(runner, files):
-    """Each position's K/V are gathered by its own microbatch and its gK/gV reduced there, and never again."""
+def test_prefix_keys_move_once_whatever_the_number_of_microbatches(compare):
+    """Each position's K/V are gathered by its own microbatch and its gK/gV reduced there. Recomputation gathers again
+    what is not in the cache."""
     cp, num_layers, num_kv_heads, head_size = 2, 2, 4, 16
     position_bytes = num_layers * 2 * num_kv_heads * head_size * 8
-    numbers = set()
-    for budget, recompute in ((64, "none"), (64, "full"), (128, "none"), (4096, "none")):
-        text = f"{TINY} --max-tokens {budget} --cp {cp} --recompute {recompute}"
-        result = compare(runner, files["groups"], text)
+    results = [
+        compare("groups", f"{TINY} --max-tokens {budget} --cp {cp} --recompute {recompute}")
+        for budget, recompute in ((36, "none"), (4096, "none"), (36, "full"))
+    ]
+    for result in results:
         assert_exact(result)
-        # F gathers, a recomputation gathers again, B reduces. Over both ranks each position is received once.
-        moved = result["context_bytes"] / position_bytes / (3 if recompute == "full" else 2)
-        padding = moved - result["computed_tokens"]
-        assert 0 <= padding < 2 * cp * result["microbatches"]
-        numbers.add(result["microbatches"])
-    assert len(numbers) == 3
+    many, few, again = results
+    computed, num_microbatches = many["computed_tokens"], many["microbatches"]
+    assert num_microbatches == again["microbatches"] > few["microbatches"]
+    # Over both ranks each position is received once; padding comes on top.
+    for result in (many, few):
+        moved = result["context_bytes"] / position_bytes
+        assert 0 <= moved - 2 * computed < 2 * 2 * cp * result["microbatches"]
+    # Three prefixes of 20 positions or more are in the cache.
+    moved_again = (again["context_bytes"] - many["context_bytes"]) / position_bytes
+    assert 0 < moved_again <= computed - 3 * 20 + 2 * cp * num_microbatches
 
 
 # Faults.
@@ -174,50 +159,56 @@ def one_gathered_element_is_off() -> None:
     patch(SplitMicrobatch, "start_gather", mutant)
 
 
-def written_segments_are_completed_in_rank_order() -> None:
+def written_segments_are_mistaken() -> None:
     start = SplitMicrobatch.start_completing
 
     def mutant(self: SplitMicrobatch, k: Tensor, v: Tensor, known: Any) -> Pending:
-        order = torch.argsort(self.rank_order)
-        return start(
-            self, k, v, [(tokens, (key[order[: len(key)] % len(key)], value)) for tokens, (key, value) in known]
-        )
+        return start(self, k, v, [(tokens, (key.flip(0), value)) for tokens, (key, value) in known])
 
     patch(SplitMicrobatch, "start_completing", mutant)
 
 
 def other_ranks_gradients_are_dropped() -> None:
-    start = ContextParallel.start_reduce_scatter
+    start = SplitMicrobatch.start_reduce
 
-    def mutant(self: ContextParallel, x: Tensor) -> Any:
-        own = x.chunk(self.size)[self.rank]
-        reduced, work = start(self, x)
-        work.wait()
-        return reduced.copy_(self.size * own), work
+    def mutant(self: SplitMicrobatch, dk: Tensor, dv: Tensor) -> Pending:
+        own = dk.new_zeros(len(dk), 1, 1)
+        own[torch.from_numpy(self.index)] = self.parallel.size
+        return start(self, own * dk, own * dv)
 
-    patch(ContextParallel, "start_reduce_scatter", mutant)
+    patch(SplitMicrobatch, "start_reduce", mutant)
 
 
 def rows_stand_in_rank_order() -> None:
-    padded = SplitMicrobatch._padded
+    gather = SplitMicrobatch.gather_rows
 
-    def mutant(self: SplitMicrobatch, values: Tensor, owners: Any) -> tuple[Tensor, Tensor]:
-        send, place = padded(self, values, owners)
-        return send, place.flip(0)
+    def mutant(self: SplitMicrobatch, *args: Any) -> tuple[Tensor, Tensor | None]:
+        logprobs, entropy = gather(self, *args)
+        return logprobs.flip(0), entropy
 
-    patch(SplitMicrobatch, "_padded", mutant)
-
-
-MUTANTS = [
-    gathered_in_rank_order,
-    one_gathered_element_is_off,
-    other_ranks_gradients_are_dropped,
-    rows_stand_in_rank_order,
-]
+    patch(SplitMicrobatch, "gather_rows", mutant)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_fault_is_caught(runner, files, mutant):
-    result = compare(runner, files["groups-near"], f"{TINY} --max-tokens 64 --cp 2", mutant=mutant)
+@pytest.mark.parametrize(
+    ("mutant", "more"),
+    [
+        (gathered_in_rank_order, ""),
+        (one_gathered_element_is_off, ""),
+        (written_segments_are_mistaken, "--recompute full"),
+        (other_ranks_gradients_are_dropped, ""),
+        (rows_stand_in_rank_order, ""),
+    ],
+)
+def test_a_fault_is_caught(compare, mutant, more):
+    result = compare("groups-near", f"{TINY} --max-tokens 36 --cp 2 {more}", mutant=mutant)
     assert not result["ok"]
     assert result["max_rel_grad_err"] > 1e-6, result["reasons"]
+
+
+def test_command_exits_1_when_a_gather_is_corrupted(worlds, files, monkeypatch, capsys):
+    setup = Setup(one_gathered_element_is_off)
+    monkeypatch.setattr(parity, "Runner", functools.partial(parity.Runner, setup=setup, worlds=worlds))
+    argv = [files["groups-near"], *f"{TINY} --dtype float64 --max-tokens 64 --cp 2".split()]
+    assert parity.main(argv) == 1
+    assert "FAILED" in capsys.readouterr().out
+    worlds[2].run(restore)

@@ -5,23 +5,18 @@ Megatron rounds router scores to float32, so float64 runs agree to about 1e-7.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron.prefixflow import model
-from megatron.prefixflow.parity import Case, Runner
 from megatron.prefixflow.reference import effective_routes
-from prefixflow.runtime.world import Worlds
 from prefixflow.schedule import search
 from prefixflow.trajectories import Trajectory, read_trajectories
-from tests.mcore.parity_files import write_files
-from tests.mcore.test_mutants import Setup, patch, restore
+from tests.mcore.faults import patch
 
 LIMIT = 1e-6
-TIMEOUT_S = 300.0
 MOE = "--model tiny-moe --num-layers 2"
 LOSSES = "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.05 --moe-z-loss-coeff 0.01"
 BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01"
@@ -73,26 +68,6 @@ BFLOAT16 = [
 ]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return write_files(tmp_path_factory.mktemp("trajectories"))
-
-
-@pytest.fixture(scope="module")
-def runner(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    with Runner(tmp_path_factory.mktemp("parity"), TIMEOUT_S, setup=Setup(), worlds=worlds) as kept:
-        yield kept
-        for size in (1, 2, 4):
-            worlds[size].run(restore)
-
-
-def compare(
-    runner: Runner, file: str, text: str, dtype: str, mutant: Callable[[], None] | None = None
-) -> dict[str, Any]:
-    runner.setup = Setup(mutant)
-    return runner.run(Case(file, ("--prefix-reuse", "on", *text.split(), "--dtype", dtype)))
-
-
 def assert_exact(result: dict[str, Any]) -> None:
     assert result["ok"], result["reasons"]
     assert result["max_rel_grad_err"] < LIMIT
@@ -105,8 +80,8 @@ def assert_exact(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("file", "text"), CASES)
-def test_float64(runner, files, file, text):
-    result = compare(runner, files[file], text, "float64")
+def test_float64(compare, file, text):
+    result = compare(file, text)
     assert_exact(result)
     num_routes = 2 * result["computed_tokens"]
     assert result["routes_replayed"] + result["routes_native"] == num_routes
@@ -120,19 +95,19 @@ def test_float64(runner, files, file, text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "text"), SLOW)
-def test_every_layout(runner, files, file, text):
-    assert_exact(compare(runner, files[file], text, "float64"))
+def test_every_layout(compare, file, text):
+    assert_exact(compare(file, text))
 
 
 @pytest.mark.parametrize(("file", "text"), FLOAT32)
-def test_float32(runner, files, file, text):
-    result = compare(runner, files[file], text, "float32")
+def test_float32(compare, file, text):
+    result = compare(file, text, "float32")
     assert result["ok"], result["reasons"]
 
 
 @pytest.mark.parametrize(("file", "text"), BFLOAT16)
-def test_bfloat16_with_pinned_routes(runner, files, file, text):
-    result = compare(runner, files[file], text, "bfloat16")
+def test_bfloat16_with_pinned_routes(compare, file, text):
+    result = compare(file, text, "bfloat16")
     assert result["ok"], result["reasons"]
     assert 0 < result["reuse_err"] <= 2 * result["dense_err"]
     assert result["routes_native"] == 0 < result["routes_replayed"]
@@ -157,8 +132,8 @@ def copies_of_experts_are_not_summed() -> None:
         (copies_of_experts_are_not_summed, "groups", f"{MOE} --max-tokens 32 --tp 2"),
     ],
 )
-def test_mutant_is_caught(runner, files, mutant, file, text):
-    result = compare(runner, files[file], text, "float64", mutant)
+def test_mutant_is_caught(compare, mutant, file, text):
+    result = compare(file, text, mutant=mutant)
     assert not result["ok"]
     assert result.get("max_rel_grad_err", 1.0) > 1e-2, result["reasons"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixflow.forest import build_forest
-from prefixflow.plan.context import ContextShard, KVTraffic, context_shards
+from prefixflow.plan.context import ContextShard, KVTraffic, context_shards, num_regathered
 from prefixflow.plan.microbatch import Microbatch, pack_microbatches
 from prefixflow.plan.slices import CachedSlice, LocalSlice
 from prefixflow.ranges import Range
@@ -120,6 +121,18 @@ def test_segments_of_one_token_go_round() -> None:
 
 
 def test_traffic_is_of_own_positions_only() -> None:
-    traffic = KVTraffic(gathered_bytes=10, reduced_bytes=3)
+    traffic = KVTraffic(gathered_bytes=10, regathered_bytes=0, reduced_bytes=3)
     assert traffic.num_bytes([microbatch(16, num_physical=16)], 4) == 4 * 3 * 13
     assert traffic.num_bytes([microbatch(16, num_physical=16)] * 3, 4) == 3 * 4 * 3 * 13
+
+
+def test_recomputation_moves_what_is_not_in_the_cache() -> None:
+    traffic = KVTraffic(gathered_bytes=10, regathered_bytes=100, reduced_bytes=3)
+    m = microbatch(9, 3, num_physical=16)
+    assert traffic.num_bytes([m], 4) == 4 * 3 * 113
+    # Rank 0 holds three of the nine; the second segment goes on at rank 1.
+    first, second = (replace(m, writes=writes) for writes in ((0,), (1,)))
+    assert [num_regathered(x, 4) for x in (first, second, replace(m, writes=(0, 1)))] == [2, 4, 1]
+    assert traffic.num_bytes([first], 4) == 3 * (4 * 13 + 2 * 100)
+    whole = replace(microbatch(16, num_physical=16), writes=(0,))
+    assert traffic.num_bytes([whole], 4) == 4 * 3 * 13
