@@ -63,6 +63,9 @@ def test_curve_by_hand() -> None:
     last = memory_curve(plan, 0, build_table([m.reads for m in plan.ranks[0]]).rows[0], MODEL)[-1]
     assert (last.activations, last.keys_values, last.gradients) == (2 * kept, 0, 0)
     assert curve[1].working == 6 * MODEL.working_bytes_per_token + MODEL.logit_bytes(6)
+    # Context-parallel ranks that recompute attention take the writer's K/V from the cache once more.
+    model = replace(MODEL, context_parallel=2, recomputes_attention=True)
+    assert [point.keys_values // kv for point in memory_curve(plan_of(), 0, row, model)] == [8] * 6
 
 
 def test_without_operations_there_is_the_state() -> None:
