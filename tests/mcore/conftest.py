@@ -51,5 +51,6 @@ def compare(parity_runner: Runner, worlds: Worlds, files: dict[str, str]) -> Ite
         return parity_runner.run(case)
 
     yield run
+    parity_runner.setup = None
     for size in planted:
         worlds[size].run(restore)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +17,9 @@ from prefixflow.cli import main
 from prefixflow.plan.ring import Ring
 from prefixflow.runtime.attention import ring
 from prefixflow.runtime.attention.kernels import AtenCpuKernel
-from prefixflow.runtime.world import Worlds
-from tests.mcore.parity_files import write_files
-from tests.mcore.test_mutants import Setup, patch, restore
-from tests.mcore.test_parity_context import FACTORISATIONS, assert_exact, assert_moe, compare
+from tests.mcore.faults import Setup, patch, restore
+from tests.mcore.test_parity_context import FACTORISATIONS, assert_exact, assert_moe
 
-TIMEOUT_S = 300.0
 RING = "--context-parallel-kv ring"
 TINY = f"--model tiny --num-layers 2 {RING}"
 MOE = f"--model tiny-moe --num-layers 2 {RING} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1"
@@ -60,53 +56,41 @@ SLOW_MOE = [
 SHARDED = [f"{layout} {RING}" for layout in FACTORISATIONS if "--cp" in layout]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return write_files(tmp_path_factory.mktemp("trajectories"))
-
-
-@pytest.fixture(scope="module")
-def runner(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    with Runner(tmp_path_factory.mktemp("parity"), TIMEOUT_S, setup=Setup(), worlds=worlds) as kept:
-        yield kept
-        worlds[2].run(restore)
-
-
 def assert_sharded(result: dict[str, Any]) -> None:
     assert_exact(result)
     assert result["peak_context_shards"] == ring.MOST_SHARDS
 
 
 @pytest.mark.parametrize(("file", "text"), CASES)
-def test_float64(runner, files, file, text):
-    assert_sharded(compare(runner, files[file], text))
+def test_float64(compare, file, text):
+    assert_sharded(compare(file, text))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "text"), SLOW)
-def test_every_layout(runner, files, file, text):
-    assert_sharded(compare(runner, files[file], text))
+def test_every_layout(compare, file, text):
+    assert_sharded(compare(file, text))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", SLOW_MOE)
-def test_experts(runner, files, text):
-    assert_moe(compare(runner, files["mixed"], text))
+def test_experts(compare, text):
+    assert_moe(compare("mixed", text))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lower_precision(runner, files, dtype):
-    result = compare(runner, files["mixed"], f"{TINY} --max-tokens 64 --cp 2 --use-distributed-optimizer", dtype)
+def test_lower_precision(compare, dtype):
+    result = compare("mixed", f"{TINY} --max-tokens 64 --cp 2 --use-distributed-optimizer", dtype)
     assert result["ok"], result["reasons"]
 
 
-def test_the_same_gradients_and_norm_as_gathered_and_the_bytes_of_the_plan(runner, files, tmp_path, capsys):
+def test_the_same_gradients_and_norm_as_gathered_and_the_bytes_of_the_plan(parity_runner, files, tmp_path, capsys):
     sides, norms = [], []
     for kv in ("gather", "ring"):
         dump = tmp_path / kv
         argv = ("--prefix-reuse", "on", *NORM.split(), "--cp", "4", "--context-parallel-kv", kv, "--dtype", "float64")
-        result = runner.run(Case(files["two-groups"], argv, str(dump)))
+        result = parity_runner.run(Case(files["two-groups"], argv, str(dump)))
         assert_exact(result)
         sides.append(load_file(dump / "grads_reuse.safetensors"))
         norms.append(result["grad_norm_reuse"])
@@ -121,10 +105,10 @@ def test_the_same_gradients_and_norm_as_gathered_and_the_bytes_of_the_plan(runne
 
 
 @pytest.mark.slow
-def test_the_gradient_norm_does_not_depend_on_the_layout(runner, files):
+def test_the_gradient_norm_does_not_depend_on_the_layout(compare):
     norms = []
     for layout in (FACTORISATIONS[0], *SHARDED):
-        result = compare(runner, files["two-groups"], f"{NORM} {layout}")
+        result = compare("two-groups", f"{NORM} {layout}")
         assert result["ok"], (layout, result["reasons"])
         norms.append(result["grad_norm_reuse"])
     assert max(norms) - min(norms) < 1e-12 * min(norms), norms
@@ -200,14 +184,14 @@ def a_shard_is_kept() -> None:
 
 
 @pytest.mark.parametrize("mutant", [gradients_go_home_one_hop_short, a_causal_chunk_is_taken_as_full, a_hop_is_skipped])
-def test_a_fault_is_caught(runner, files, mutant):
-    result = compare(runner, files["groups-near"], f"{TINY} --max-tokens 64 --cp 2", mutant=mutant)
+def test_a_fault_is_caught(compare, mutant):
+    result = compare("groups-near", f"{TINY} --max-tokens 64 --cp 2", mutant=mutant)
     assert not result["ok"]
     assert result["max_rel_grad_err"] > 1e-6, result["reasons"]
 
 
-def test_a_third_shard_is_an_error(runner, files):
-    result = compare(runner, files["groups-near"], f"{TINY} --max-tokens 64 --cp 2", mutant=a_shard_is_kept)
+def test_a_third_shard_is_an_error(compare):
+    result = compare("groups-near", f"{TINY} --max-tokens 64 --cp 2", mutant=a_shard_is_kept)
     assert not result["ok"]
     assert "shards of K/V held" in result["reasons"][0]
 
@@ -216,5 +200,8 @@ def test_the_command_exits_1_where_one_hop_is_corrupted(worlds, files, monkeypat
     setup = Setup(one_element_of_a_hop_is_off)
     monkeypatch.setattr(parity, "Runner", functools.partial(Runner, setup=setup, worlds=worlds))
     argv = [files["groups-near"], *TINY.split(), "--max-tokens", "64", "--cp", "2", "--dtype", "float64", "--json"]
-    assert parity.main(argv) == 1
+    try:
+        assert parity.main(argv) == 1
+    finally:
+        worlds[2].run(restore)
     assert json.loads(capsys.readouterr().out)["max_rel_grad_err"] > 1e-6
