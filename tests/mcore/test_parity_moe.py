@@ -34,7 +34,6 @@ CASES = [
     ("one-group", f"{MOE} --max-tokens 32 --ep 2 {BIAS} {GROUPED} {LOSSES} --moe-token-dispatcher-type allgather"),
     # Each tensor-parallel rank sends its own tokens through its own copy of all experts.
     ("groups", f"{MOE} --max-tokens 32 --tp 2"),
-    ("mixed-routes", f"{MOE} --max-tokens 64 --ep 2 --tp 2 --dp 2 {ROLLOUT} {LOSSES}"),
     ("groups", f"{MOE} --max-tokens 32 --ep 2 --pp 2 --recompute full {BIAS} --routing-replay record"),
 ]
 SLOW = [
@@ -49,6 +48,7 @@ SLOW = [
             ("mixed-conflicts", f"{ROLLOUT} {LOSSES}"),
         )
     ),
+    ("mixed-routes", f"{MOE} --max-tokens 64 --ep 2 --tp 2 --dp 2 {ROLLOUT} {LOSSES}"),
     ("one-against-nine", f"{MOE} --max-tokens 32 --ep 2 --recompute full {LOSSES}"),
     ("one-against-nine", f"{MOE} --max-tokens 32 --ep 4 {BIAS}"),
     ("groups", "--model tiny-moe --max-tokens 32 --ep 2 --pp 2 --vpp 2 --recompute full --moe-aux-loss-coeff 0.1"),
