@@ -32,6 +32,7 @@ from megatron.prefixflow.arguments import (
     ddp_config,
     gpt_model_kwargs,
     loss_config,
+    memory_settings,
     parallel_layout,
     parse_arguments,
     plan_config,
@@ -134,6 +135,7 @@ class Bench:
             select_kernel(self.args.attention_kernel, self.device),
             vocab_size=self.args.vocab_size,
             max_response_tokens=self.args.max_response_length,
+            memory=memory_settings(self.args, self.layout),
         )
         self.runner.reduction = EarlyReduction.of(self.ddp, self.groups)
         self.loss = loss_config(self.args)

@@ -19,11 +19,14 @@ from megatron.prefixflow.arguments_checks import loss_options, stage_options
 from megatron.prefixflow.arguments_result import Arguments, shape_of
 from megatron.prefixflow.arguments_spec import ArgumentsError
 from megatron.prefixflow.calibration import measured_costs
+from megatron.prefixflow.planning import MemorySettings
 from prefixflow.forest import RouteMismatch
 from prefixflow.plan.cost import CostModel
 from prefixflow.plan.layout import ParallelLayout, layers_per_stage
 from prefixflow.plan.plan import MergeGroups, PlanConfig, PrefixReuse
 from prefixflow.runtime.loss import LossConfig
+from prefixflow.schedule.memory import MemoryModel
+from prefixflow.schedule.residency import GIB
 
 
 def parallel_layout(args: Arguments, world_size: int | None = None) -> ParallelLayout:
@@ -229,6 +232,22 @@ def scheduler_options(args: Arguments) -> dict[str, Any]:
 def loss_config(args: Arguments) -> LossConfig:
     """The loss, with the named loss's own defaults where nothing was given."""
     return LossConfig.of(**loss_options(args.values))
+
+
+def memory_settings(args: Arguments, parallel: ParallelLayout) -> MemorySettings:
+    """What the run may do for its memory, and the bytes that the plan counts with."""
+    return MemorySettings(
+        model=MemoryModel(
+            shape_of(args),
+            element_bytes=args.params_dtype.itemsize,
+            tensor_parallel=parallel.tp,
+            pipeline_parallel=parallel.pp,
+            context_parallel=parallel.cp,
+            expert_parallel=parallel.ep * parallel.etp,
+            full_recompute=args.recompute_granularity == "full",
+        ),
+        kv_budget_bytes=None if args.kv_budget_gib is None else round(args.kv_budget_gib * GIB),
+    )
 
 
 def startup_lines(args: Arguments, parallel: ParallelLayout) -> tuple[str, ...]:

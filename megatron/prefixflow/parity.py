@@ -36,6 +36,7 @@ from megatron.prefixflow.arguments import (
     ddp_config,
     gpt_model_kwargs,
     loss_config,
+    memory_settings,
     parallel_layout,
     parse_arguments,
     plan_config,
@@ -339,6 +340,7 @@ def run_reuse(
         vocab_size=args.vocab_size,
         max_response_tokens=args.max_response_length,
         routing_replay=RoutingReplay(args.routing_replay),
+        memory=memory_settings(args, parallel),
     )
     runner.reduction = EarlyReduction.of(ddp, groups)
     loss = loss_config(args)

@@ -1,8 +1,9 @@
-"""Plan a step on every rank and make sure that all ranks have the same plan."""
+"""Plan a step and its memory on every rank, and make sure that all ranks have the same plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,8 +11,39 @@ import torch.distributed as dist
 from prefixflow.plan.plan import Plan, PlanConfig
 from prefixflow.runtime.failures import doing
 from prefixflow.runtime.loss import LossConfig, has_zero_weight
+from prefixflow.schedule.memory import MemoryModel
+from prefixflow.schedule.residency import ActivationPolicy, HostLink, MemoryPlan, plan_memory
 from prefixflow.schedule.search import plan_pipeline, tables_digest
 from prefixflow.trajectories.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """What a run may do for its memory.
+
+    prefix_memory: of dormant microbatches. kv_budget_bytes: of K/V and gK/gV on one rank's device; None for no limit.
+    host: what decides between moving K/V and computing them again; None for the default.
+    """
+
+    model: MemoryModel
+    prefix_memory: ActivationPolicy = ActivationPolicy.KEEP
+    kv_budget_bytes: int | None = None
+    host: HostLink | None = None
+
+    def plan_row(self, plan: Plan, data_rank: int, pipeline_rank: int, *, training: bool) -> MemoryPlan:
+        """Of one pipeline rank; ValueError where an operation alone exceeds the budget, on every rank alike."""
+        if self.prefix_memory is ActivationPolicy.KEEP and self.kv_budget_bytes is None:
+            return MemoryPlan()
+        return plan_memory(
+            plan,
+            data_rank,
+            pipeline_rank,
+            self.model,
+            prefix_memory=self.prefix_memory,
+            kv_budget_bytes=self.kv_budget_bytes,
+            host=self.host,
+            training=training,
+        )
 
 
 def plan_step(

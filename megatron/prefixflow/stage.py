@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from prefixflow.runtime.cache import KVCache
 from prefixflow.runtime.context import ContextParallel, SplitMicrobatch
 from prefixflow.runtime.logprobs import RowLogprobs, VocabShard
 from prefixflow.runtime.objective import Objective
+from prefixflow.schedule.residency import MemoryAction, Move
 from prefixflow.trajectories.types import Trajectory
 
 
@@ -156,6 +157,49 @@ class StageRunner:
         for block in self.workload.microbatches[m].writes:
             self.cache.close(block)
         return None if alive.received is None else alive.received.grad
+
+    def act(self, action: MemoryAction) -> None:
+        """Do what the memory plan says between operations."""
+        if not self.model.decoder.layers:
+            # A stage of the embedding or the head alone has no K/V.
+            return
+        match action.move:
+            case Move.EVICT | Move.FETCH:
+                assert action.part is not None, f"{action} says not which part"
+                move = self.cache.evict if action.move is Move.EVICT else self.cache.fetch
+                move(action.target, action.part)
+            case Move.DROP:
+                self.cache.drop(action.target)
+            case Move.RECOMPUTE:
+                self._write_again(action.target)
+            case _:
+                raise AssertionError(f"{action} is not known here")
+
+    def _write_again(self, m: int) -> None:
+        """F(m) on this stage once more, from its kept input and without a graph, for the dropped blocks that m wrote.
+
+        Nothing is recorded, counted or scored; routes are those that F took. Nothing reads the output of the last layer.
+        """
+        alive = self._alive[m]
+        microbatch = self.workload.microbatches[m]
+        if self.config.expert_model_parallel_size > 1:
+            raise ValueError(
+                f"The memory plan recomputes the K/V of microbatch {m}, whose experts lie on "
+                f"{self.config.expert_model_parallel_size} ranks that would all have to run it: expected K/V to be evicted "
+                "under expert parallelism, not dropped."
+            )
+        dropped = self.cache.dropped_blocks
+        context = replace(
+            alive.context,
+            operation=Operation.RECOMPUTE,
+            writes=tuple((block, tokens) for block, tokens in alive.context.writes if block in dropped),
+            keys_only_layer=self.model.decoder.layers[-1].layer_number,
+        )
+        assert context.writes, f"microbatch {m} wrote no block that was dropped"
+        workload = self.workload
+        arrays = microbatch_arrays(workload.forest, microbatch, workload.trajectories, workload.routes)
+        with torch.no_grad(), self._routed(alive.routing, Operation.BACKWARD):
+            self._body(arrays, context, alive.received)
 
     def finish(self) -> None:
         assert not self._alive, f"microbatches {sorted(self._alive)} were never run backward"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from megatron.prefixflow.context import kv_traffic
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.overlap import EarlyReduction
+from megatron.prefixflow.planning import MemorySettings
 from megatron.prefixflow.router import has_router_terms
 from megatron.prefixflow.routing import (
     RouterTotals,
@@ -29,11 +31,13 @@ from prefixflow.runtime.attention.kernels import AttentionKernel
 from prefixflow.runtime.cache import KVCache
 from prefixflow.runtime.context import ContextParallel
 from prefixflow.runtime.executor import Observer, execute
+from prefixflow.runtime.host import HostArena
 from prefixflow.runtime.links import Links, Topology
 from prefixflow.runtime.loss import LossConfig
 from prefixflow.runtime.objective import Objective, logical_normalizer
 from prefixflow.runtime.trace import together
 from prefixflow.schedule.ops import Op
+from prefixflow.schedule.residency import MemoryPlan, Move
 from prefixflow.schedule.search import rank_table
 from prefixflow.trajectories.types import Trajectory, check_routes
 
@@ -52,6 +56,8 @@ class StepRunner:
         DDP made one.
     reduction (attribute): starts to reduce gradients during the last backwards; None reduces after the step.
     max_response_tokens: constant divisor of seq-mean-token-sum-norm; None takes the longest response of the step.
+    memory: budget of the K/V cache and policy of dormant activations; None keeps everything on the device.
+    arena, caches (attributes): host memory of this rank, and K/V of each chunk, with their counters of the last pass.
     routing_replay: whose routes a model with experts takes. A pass that is given a `RouteStore` fills it, or takes the
         routes that an earlier pass over the same plan left there; OFF leaves it alone.
     router_totals (attribute): of the last pass, on this rank.
@@ -68,8 +74,10 @@ class StepRunner:
         vocab_size: int,
         max_response_tokens: int | None = None,
         routing_replay: RoutingReplay = RoutingReplay.OFF,
+        memory: MemorySettings | None = None,
     ) -> None:
         self.chunks = tuple(chunks)
+        self.memory = memory
         self.groups = groups
         self.kernel = kernel
         self.vocab_size = vocab_size
@@ -80,7 +88,8 @@ class StepRunner:
         self.device = parameter.device
         self.parameter_dtype = parameter.dtype
         self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        self.caches = tuple(KVCache() for _ in self.chunks)
+        self.arena = HostArena()
+        self.caches = tuple(KVCache(self.arena) for _ in self.chunks)
         self.parallel = ContextParallel(groups.context) if groups.context.size() > 1 else None
         self.num_computed_tokens = 0
         self.num_bytes_sent = 0
@@ -160,7 +169,9 @@ class StepRunner:
         if self.parallel is not None:
             self.parallel.num_bytes = 0
         position, num_ranks = self.groups.pipeline_rank, self.groups.pipeline.size()
+        memory = self._memory_plan(plan, training=training)
         stages = {}
+        self.arena.begin_step()
         for number, (chunk, cache) in enumerate(zip(self.chunks, self.caches, strict=True)):
             cache.begin_step()
             stages[number * num_ranks + position] = StageRunner(
@@ -177,7 +188,7 @@ class StepRunner:
         table = rank_table(plan, self.groups.data_rank, training=training)
         row = table.rows[position]
         links = self._links(row, microbatches) if num_ranks > 1 else None
-        execute(table, position, stages, links, self._observer(row, training=training))
+        execute(table, position, stages, links, self._observer(row, training=training), memory)
         self.num_computed_tokens = stages[position].num_computed_tokens
         self.num_bytes_sent = links.num_bytes_sent if links is not None else 0
         self.router_totals = router_totals(routing)
@@ -185,6 +196,23 @@ class StepRunner:
             self.context_bytes = self.parallel.num_bytes
             traffic = kv_traffic(self.chunks, training=training)
             self.context_bytes_planned = traffic.num_bytes(microbatches, self.parallel.size)
+            self.context_bytes_planned += self._bytes_gathered_again(memory, microbatches)
+
+    def _memory_plan(self, plan: Plan, *, training: bool) -> MemoryPlan:
+        if self.memory is None:
+            return MemoryPlan()
+        return self.memory.plan_row(plan, self.groups.data_rank, self.groups.pipeline_rank, training=training)
+
+    def _bytes_gathered_again(self, memory: MemoryPlan, microbatches: Sequence[Microbatch]) -> int:
+        """K/V that recomputations of dropped blocks gather from context-parallel peers."""
+        assert self.parallel is not None
+        num_bytes = 0
+        for action in itertools.chain(*memory.before.values(), *memory.after.values()):
+            if action.move is Move.RECOMPUTE:
+                chunk = self.chunks[action.stage // self.groups.pipeline.size()]
+                traffic = kv_traffic([chunk], training=False)
+                num_bytes += traffic.num_bytes([microbatches[action.target]], self.parallel.size)
+        return num_bytes
 
     def _routes(self, plan: Plan, trajectories: Sequence[Trajectory]) -> Sequence[np.ndarray] | None:
         """What each trajectory's positions are routed to, in a replay of the rollout."""

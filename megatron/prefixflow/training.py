@@ -47,6 +47,7 @@ from megatron.prefixflow.arguments import (
     ddp_config,
     gpt_model_kwargs,
     loss_config,
+    memory_settings,
     optimizer_config,
     plan_config,
     scheduler_options,
@@ -244,6 +245,7 @@ class Scorer:
             vocab_size=args.vocab_size,
             max_response_tokens=args.max_response_length,
             routing_replay=RoutingReplay(args.routing_replay),
+            memory=memory_settings(args, job.layout),
         )
 
     def _load(self, folder: str) -> None:

@@ -5,18 +5,31 @@ writes its blocks in its forward; readers read them in forward and again in back
 block's gradients; the writer's own backward takes the gradients and passes them on. Nothing here is
 ordered: everything is keyed by (layer, block).
 
+Under a budget a plan says which parts of a block leave the device for a while (`prefixflow.schedule.residency`): K/V and
+gK/gV of a block each go to the host and come back, and K/V may be forgotten and written anew by a recomputation.
+
 Invariants
-1. A block is written once and never after it was freed; what is stored is detached and owns its
+1. A block is written once and never after it was freed, a dropped one once more; what is stored is detached and owns its
    memory, so that the byte counts are exact. (A writer whose graph is kept may share that memory:
-   freeing the block then frees nothing until its graph goes.)
+   freeing or evicting the block then frees nothing until its graph goes.)
 2. Gradients are summed in float32, or in float64 for a float64 model, whatever the model's dtype.
 3. No gradient is lost without a word: freeing a block whose gradient nobody took is an error.
+4. What is not on the device is not used: whoever reads, adds to or takes an evicted part, or reads a dropped block, has
+   run before the plan brought it back, and that is an error.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
+
+from prefixflow.runtime.host import HostArena, HostTensor
+from prefixflow.schedule.residency import Part
+
+_NAMES = {Part.KEYS_VALUES: "K/V", Part.GRADIENTS: "gK/gV"}
 
 
 class CacheError(RuntimeError):
@@ -27,12 +40,22 @@ class KVCache:
     """Keys and values by (layer, block), with the gradients that readers add to them.
 
     Shapes: keys and values [T, n_kv, d] with T the block's number of tokens. Not thread-safe.
+
+    arena: where evicted parts go; its own by default. Caches of one rank share one.
+    kv_bytes, gradient_bytes and their peaks are of the device. host_bytes: of what this cache has evicted.
+    num_evictions, num_fetches: parts moved, of all layers at once; num_recomputes: dropped blocks written anew.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, arena: HostArena | None = None) -> None:
+        self.arena = arena or HostArena()
         self._keys_values: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
         self._gradients: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+        self._on_host: dict[tuple[int, Part], dict[int, tuple[HostTensor, HostTensor]]] = {}
+        self._arriving: dict[tuple[int, Part], dict[int, tuple[HostTensor, HostTensor]]] = {}
+        self._dropped: dict[int, frozenset[int]] = {}
         self._freed: set[int] = set()
+        self.num_evictions = self.num_fetches = self.num_recomputes = 0
+        self.host_bytes = self.peak_host_bytes = 0
         self.num_writes = 0
         self.num_reads = 0
         self.num_gradient_adds = 0
@@ -44,8 +67,9 @@ class KVCache:
 
     @property
     def live_blocks(self) -> tuple[int, ...]:
-        """Blocks that hold keys and values or gradients, ascending."""
-        return tuple(sorted(self._keys_values.keys() | self._gradients.keys()))
+        """Blocks that hold keys and values or gradients, on the device or on the host, ascending."""
+        away = {block for block, _ in self._on_host.keys() | self._arriving.keys()}
+        return tuple(sorted(self._keys_values.keys() | self._gradients.keys() | away))
 
     def write(self, layer: int, block: int, k: Tensor, v: Tensor) -> None:
         """Store k and v ([T, n_kv, d]) detached; a tensor that shares its memory is copied.
@@ -57,21 +81,39 @@ class KVCache:
                 f"write of block {block}, layer {layer}: the block was freed earlier in this step; "
                 "a recomputation must run with operation BACKWARD so that it stores nothing"
             )
-        layers = self._keys_values.setdefault(block, {})
-        if layer in layers:
+        self._land(block, Part.KEYS_VALUES)
+        if layer in self._keys_values.get(block, {}) or self._is_away(block):
             raise CacheError(
                 f"write of block {block}, layer {layer}: it is already written; a block is written "
                 "once a step, and a recomputation must run with operation BACKWARD so that it "
                 "stores nothing"
             )
+        self._store(layer, block, k, v)
+
+    def rewrite(self, layer: int, block: int, k: Tensor, v: Tensor) -> None:
+        """Store k and v ([T, n_kv, d]) of a dropped block again; CacheError for a block that is not dropped."""
+        missing = self._dropped.get(block, frozenset()) - self._keys_values.get(block, {}).keys()
+        if layer not in missing:
+            raise CacheError(
+                f"rewrite of block {block}, layer {layer}: expected a dropped block that lacks this layer, but "
+                f"{'its dropped layers are ' + str(sorted(missing)) if missing else 'it is not dropped'}; only the "
+                "recomputation of a dropped block's writer writes again"
+            )
+        self._store(layer, block, k, v)
+        if missing == {layer}:
+            del self._dropped[block]
+            self.num_recomputes += 1
+
+    def _store(self, layer: int, block: int, k: Tensor, v: Tensor) -> None:
         if k.shape != v.shape or k.dim() != 3:
             raise CacheError(
                 f"write of block {block}, layer {layer}: expected k and v of one shape "
                 f"[T, n_kv, d], got {tuple(k.shape)} and {tuple(v.shape)}"
             )
-        layers[layer] = (_owned(k), _owned(v))
+        stored = (_owned(k), _owned(v))
+        self._keys_values.setdefault(block, {})[layer] = stored
         self.num_writes += 1
-        self._count(kv_bytes=_num_bytes(layers[layer]))
+        self._count(kv_bytes=_num_bytes(stored))
 
     def read(self, layer: int, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Keys and values of `blocks` joined along tokens in that order; no copy for one block."""
@@ -98,6 +140,8 @@ class KVCache:
 
     def take_gradient(self, layer: int, block: int) -> tuple[Tensor, Tensor] | None:
         """Remove and return (gK, gV) of a block, None where no reader has added any."""
+        self._check_gradients_here("take_gradient", layer, block)
+        self._land(block, Part.GRADIENTS)
         layers = self._gradients.get(block, {})
         taken = layers.pop(layer, None)
         if taken is not None:
@@ -108,14 +152,68 @@ class KVCache:
 
     def release(self, block: int) -> None:
         """Drop keys and values after their last read; gradients stay until the writer's backward has taken them."""
-        if block not in self._keys_values:
+        self._land(block, Part.KEYS_VALUES)
+        if block not in self._keys_values or block in self._dropped:
             raise CacheError(f"release of block {block}: {self._absence(block)}")
         self._count(kv_bytes=-sum(map(_num_bytes, self._keys_values.pop(block).values())))
         self._freed.add(block)
 
+    def evict(self, block: int, part: Part) -> None:
+        """Move a part of a block, in all its layers, from the device to the host.
+
+        Gradients that no reader has added to yet may be evicted: there is nothing to move, but they must be fetched too.
+        """
+        if (block, part) in self._on_host:
+            raise CacheError(f"evict of the {_NAMES[part]} of block {block}: {self._absence(block, part)}")
+        self._land(block, part)
+        if part is Part.KEYS_VALUES:
+            self._check_whole("evict", block)
+            layers = self._keys_values.pop(block)
+        else:
+            layers = self._gradients.pop(block, {})
+        num_bytes = sum(map(_num_bytes, layers.values()))
+        self._on_host[block, part] = {
+            layer: (self.arena.put(first), self.arena.put(second)) for layer, (first, second) in layers.items()
+        }
+        self._count_part(part, -num_bytes)
+        self.host_bytes += num_bytes
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+        self.num_evictions += 1
+
+    def fetch(self, block: int, part: Part) -> None:
+        """Bring an evicted part of a block back to the device: the copy begins now, and its first use waits for it."""
+        if (block, part) not in self._on_host:
+            raise CacheError(
+                f"fetch of the {_NAMES[part]} of block {block}: expected them on the host, where they are not; "
+                "only what was evicted comes back, once"
+            )
+        layers = self._on_host.pop((block, part))
+        for handle in itertools.chain(*layers.values()):
+            self.arena.prefetch(handle)
+        self._arriving[block, part] = layers
+        self._count_part(part, _num_host_bytes(layers))
+        self.num_fetches += 1
+
+    def drop(self, block: int) -> None:
+        """Forget the keys and values of a block on the device; `rewrite` in all its layers brings them back."""
+        self._land(block, Part.KEYS_VALUES)
+        self._check_whole("drop", block)
+        layers = self._keys_values.pop(block)
+        self._count(kv_bytes=-sum(map(_num_bytes, layers.values())))
+        self._dropped[block] = frozenset(layers)
+
+    @property
+    def dropped_blocks(self) -> frozenset[int]:
+        """Blocks whose keys and values must be written anew before they are read."""
+        return frozenset(self._dropped)
+
     def close(self, block: int) -> None:
         """The writer's backward is done: nothing of the block may be left, or gK/gV were lost."""
-        if block in self._keys_values or block in self._gradients:
+        for part in Part:
+            self._land(block, part)
+        if (block, Part.GRADIENTS) in self._on_host:
+            raise CacheError(f"close of block {block}: {self._absence(block, Part.GRADIENTS)}")
+        if self._is_away(block) or block in self._keys_values or block in self._gradients:
             layers = sorted(self._gradients.get(block, {}))
             raise CacheError(
                 f"close of block {block}: expected its readers done and its gradients taken, but "
@@ -125,12 +223,14 @@ class KVCache:
 
     def assert_empty(self) -> None:
         """Raise naming what is left: called at the end of a step."""
-        if not self.live_blocks:
+        if not self.live_blocks and not self._dropped:
             return
         waiting = ", ".join(f"{b} (layers {sorted(layers)})" for b, layers in sorted(self._gradients.items()))
+        on_host = ", ".join(f"{_NAMES[part]} of block {block}" for block, part in self._on_host)
         raise CacheError(
             f"end of step: the K/V cache still holds blocks {list(self.live_blocks)} "
-            f"({self.kv_bytes} bytes); gradients nobody took: {waiting or 'none'}; "
+            f"({self.kv_bytes} bytes, {self.host_bytes} on the host); gradients nobody took: {waiting or 'none'}; "
+            f"on the host: {on_host or 'nothing'}; dropped: {sorted(self._dropped) or 'none'}; "
             "every block must be freed after its last use"
         )
 
@@ -139,15 +239,43 @@ class KVCache:
         self.assert_empty()
         self._freed.clear()
         self.num_writes = self.num_reads = self.num_gradient_adds = 0
-        self.peak_kv_bytes = self.peak_gradient_bytes = self.peak_bytes = 0
+        self.num_evictions = self.num_fetches = self.num_recomputes = 0
+        self.peak_kv_bytes = self.peak_gradient_bytes = self.peak_bytes = self.peak_host_bytes = 0
 
     def _stored(self, layer: int, block: int, operation: str) -> tuple[Tensor, Tensor]:
+        self._land(block, Part.KEYS_VALUES)
         stored = self._keys_values.get(block, {}).get(layer)
         if stored is None:
             raise CacheError(f"{operation} of block {block}, layer {layer}: {self._absence(block)}")
         return stored
 
-    def _absence(self, block: int) -> str:
+    def _land(self, block: int, part: Part) -> None:
+        """Put what a fetch has begun to bring back in its place."""
+        handles = self._arriving.pop((block, part), None)
+        if not handles:
+            return
+        self.host_bytes -= _num_host_bytes(handles)
+        (self._keys_values if part is Part.KEYS_VALUES else self._gradients)[block] = {
+            layer: (self.arena.take(first), self.arena.take(second)) for layer, (first, second) in handles.items()
+        }
+
+    def _is_away(self, block: int) -> bool:
+        """True where the K/V of the block were written, but are on the host or dropped."""
+        return block in self._dropped or (block, Part.KEYS_VALUES) in self._on_host
+
+    def _check_whole(self, operation: str, block: int) -> None:
+        if block not in self._keys_values or block in self._dropped:
+            raise CacheError(f"{operation} of the K/V of block {block}: {self._absence(block)}")
+
+    def _check_gradients_here(self, operation: str, layer: int, block: int) -> None:
+        if (block, Part.GRADIENTS) in self._on_host:
+            raise CacheError(f"{operation} of block {block}, layer {layer}: {self._absence(block, Part.GRADIENTS)}")
+
+    def _absence(self, block: int, part: Part = Part.KEYS_VALUES) -> str:
+        if (block, part) in self._on_host:
+            return f"its {_NAMES[part]} are on the host; the memory plan must fetch them before"
+        if block in self._dropped:
+            return "its K/V were dropped; the memory plan must recompute the microbatch that wrote them before"
         if block in self._freed:
             return "the block was freed earlier in this step; its last use must come before that"
         if block in self._keys_values:
@@ -155,6 +283,8 @@ class KVCache:
         return f"the block was never written; live blocks are {list(self.live_blocks)}"
 
     def _add(self, layer: int, block: int, dk: Tensor, dv: Tensor) -> None:
+        self._check_gradients_here("add_gradient", layer, block)
+        self._land(block, Part.GRADIENTS)
         layers = self._gradients.setdefault(block, {})
         if layer in layers:
             gk, gv = layers[layer]
@@ -164,6 +294,12 @@ class KVCache:
         dtype = accumulation_dtype(dk.dtype)
         layers[layer] = (_owned(dk.to(dtype)), _owned(dv.to(dtype)))
         self._count(gradient_bytes=_num_bytes(layers[layer]))
+
+    def _count_part(self, part: Part, num_bytes: int) -> None:
+        if part is Part.KEYS_VALUES:
+            self._count(kv_bytes=num_bytes)
+        else:
+            self._count(gradient_bytes=num_bytes)
 
     def _count(self, kv_bytes: int = 0, gradient_bytes: int = 0) -> None:
         self.kv_bytes += kv_bytes
@@ -191,3 +327,7 @@ def _owned(tensor: Tensor) -> Tensor:
 
 def _num_bytes(tensors: tuple[Tensor, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _num_host_bytes(layers: Mapping[int, tuple[HostTensor, HostTensor]]) -> int:
+    return sum(handle.num_bytes for handle in itertools.chain(*layers.values()))

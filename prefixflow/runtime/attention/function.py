@@ -42,10 +42,11 @@ from prefixflow.runtime.context import SplitMicrobatch
 
 
 class Operation(enum.Enum):
-    """What the executor is running; a backward includes the recomputation inside it."""
+    """What the executor is running; a backward includes the recomputation inside it, RECOMPUTE writes dropped blocks anew."""
 
     FORWARD = "F"
     BACKWARD = "B"
+    RECOMPUTE = "R"
     FORWARD_ONLY = "FO"
 
 
@@ -122,8 +123,10 @@ class Inject(torch.autograd.Function):
     def forward(ctx: Any, k: Tensor, v: Tensor, context: AttentionContext, layer: int) -> tuple[Tensor, Tensor]:
         ctx.context, ctx.layer = context, layer
         if context.operation is not Operation.BACKWARD:
+            again = context.operation is Operation.RECOMPUTE
+            store = context.cache.rewrite if again else context.cache.write
             for block, tokens in context.writes:
-                context.cache.write(layer, block, k[tokens.slice], v[tokens.slice])
+                store(layer, block, k[tokens.slice], v[tokens.slice])
         return k, v
 
     @staticmethod
