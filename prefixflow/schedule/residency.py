@@ -102,6 +102,11 @@ class MemoryPlan:
     before: Mapping[int, tuple[MemoryAction, ...]] = field(default_factory=dict)
     after: Mapping[int, tuple[MemoryAction, ...]] = field(default_factory=dict)
 
+    def written_again(self, stage: int) -> frozenset[int]:
+        """Microbatches whose forward on a global stage runs again between operations, for the blocks that it wrote."""
+        actions = (a for moves in (self.before, self.after) for done in moves.values() for a in done)
+        return frozenset(a.target for a in actions if a.move is Move.RECOMPUTE and a.stage == stage)
+
     def __bool__(self) -> bool:
         return bool(self.activations or self.before or self.after)
 
