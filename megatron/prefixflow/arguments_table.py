@@ -1160,7 +1160,6 @@ def _not_built(reason: str, wants: Callable[[Any], bool], names: str) -> tuple[N
 
 NOT_BUILT_YET: tuple[NotBuilt, ...] = (
     *_not_built("K/V kept sharded and rotated", _not("auto", "gather"), "--context-parallel-kv"),
-    *_not_built("the memory plan", _not("auto", "keep"), "--prefix-memory"),
     *_not_built("the memory plan", _given, "--memory-budget-gib"),
     *_not_built("sampling rollouts", _not("trace"), "--rollout"),
     *_not_built("sampling rollouts", _given, "--reward-function --group-size --top-p"),

@@ -26,7 +26,7 @@ from prefixflow.plan.layout import ParallelLayout, layers_per_stage
 from prefixflow.plan.plan import MergeGroups, PlanConfig, PrefixReuse
 from prefixflow.runtime.loss import LossConfig
 from prefixflow.schedule.memory import MemoryModel
-from prefixflow.schedule.residency import GIB
+from prefixflow.schedule.residency import GIB, ActivationPolicy
 
 
 def parallel_layout(args: Arguments, world_size: int | None = None) -> ParallelLayout:
@@ -246,6 +246,8 @@ def memory_settings(args: Arguments, parallel: ParallelLayout) -> MemorySettings
             expert_parallel=parallel.ep * parallel.etp,
             full_recompute=args.recompute_granularity == "full",
         ),
+        # Without a budget for everything there is nothing to fit: keeping costs no time.
+        prefix_memory=ActivationPolicy("keep" if args.prefix_memory == "auto" else args.prefix_memory),
         kv_budget_bytes=None if args.kv_budget_gib is None else round(args.kv_budget_gib * GIB),
     )
 

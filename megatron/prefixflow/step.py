@@ -37,7 +37,7 @@ from prefixflow.runtime.loss import LossConfig
 from prefixflow.runtime.objective import Objective, logical_normalizer
 from prefixflow.runtime.trace import together
 from prefixflow.schedule.ops import Op
-from prefixflow.schedule.residency import MemoryPlan, Move
+from prefixflow.schedule.residency import ActivationPolicy, MemoryPlan, Move
 from prefixflow.schedule.search import rank_table
 from prefixflow.trajectories.types import Trajectory, check_routes
 
@@ -184,6 +184,9 @@ class StepRunner:
                 tp_group=self.groups.tensor,
                 routing=routing[number] if routing else None,
                 parallel=self.parallel,
+                stage=number * num_ranks + position,
+                memory=memory,
+                host=self.arena,
             )
         table = rank_table(plan, self.groups.data_rank, training=training)
         row = table.rows[position]
@@ -204,14 +207,15 @@ class StepRunner:
         return self.memory.plan_row(plan, self.groups.data_rank, self.groups.pipeline_rank, training=training)
 
     def _bytes_gathered_again(self, memory: MemoryPlan, microbatches: Sequence[Microbatch]) -> int:
-        """K/V that recomputations of dropped blocks gather from context-parallel peers."""
+        """K/V that recomputations of the memory plan gather from context-parallel peers."""
         assert self.parallel is not None
+        actions = itertools.chain(*memory.before.values(), *memory.after.values())
+        again = [(a.stage, a.target) for a in actions if a.move is Move.RECOMPUTE]
+        again += [place for place, policy in memory.activations.items() if policy is ActivationPolicy.RECOMPUTE]
         num_bytes = 0
-        for action in itertools.chain(*memory.before.values(), *memory.after.values()):
-            if action.move is Move.RECOMPUTE:
-                chunk = self.chunks[action.stage // self.groups.pipeline.size()]
-                traffic = kv_traffic([chunk], training=False)
-                num_bytes += traffic.num_bytes([microbatches[action.target]], self.parallel.size)
+        for stage, m in again:
+            traffic = kv_traffic([self.chunks[stage // self.groups.pipeline.size()]], training=False)
+            num_bytes += traffic.num_bytes([microbatches[m]], self.parallel.size)
         return num_bytes
 
     def _routes(self, plan: Plan, trajectories: Sequence[Trajectory]) -> Sequence[np.ndarray] | None:
