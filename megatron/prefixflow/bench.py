@@ -201,7 +201,7 @@ class Bench:
         peak_dense, _ = self._peaks(dense, trajectories)
         peak_reuse, peak_phase_b = self._peaks(reuse, trajectories)
         peaks = torch.tensor(
-            [peak_dense, peak_reuse, peak_phase_b, sum(cache.peak_bytes for cache in self.runner.caches)],
+            [peak_dense, peak_reuse, peak_phase_b, self.runner.cache_totals.peak_bytes],
             dtype=torch.int64,
         )
         dist.all_reduce(peaks, op=dist.ReduceOp.MAX)

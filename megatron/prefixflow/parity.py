@@ -65,6 +65,7 @@ from megatron.prefixflow.step import StepRunner, complete_logprobs
 from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import Plan, build_plan
 from prefixflow.runtime.attention.kernels import select_kernel
+from prefixflow.runtime.cache import CacheTotals
 from prefixflow.runtime.objective import Objective
 from prefixflow.runtime.world import WorldError, Worlds
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
@@ -458,6 +459,7 @@ class Comparison:
         self.plan = plan
         self.computed_tokens = 0
         self.context_bytes = self.context_bytes_planned = 0
+        self.cache_totals: list[CacheTotals] = []
         self.steps: list[dict[str, Any]] = []
         self.first_grads: dict[str, Tensor] = {}
         self.first_logprobs: dict[int, np.ndarray] = {}
@@ -478,12 +480,13 @@ class Comparison:
         mine = (objective.trajectory_logprobs(), loss, runner.num_computed_tokens)
         moved = torch.tensor([runner.context_bytes, runner.context_bytes_planned])
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (moved, *mine, self.has_head, self.groups.data_rank))
+        dist.all_gather_object(everyone, (moved, runner.cache_totals, *mine, self.has_head, self.groups.data_rank))
         if dist.get_rank() != 0:
             return
         self.context_bytes, self.context_bytes_planned = sum(moved for moved, *_ in everyone).tolist()
+        self.cache_totals = [totals for _, totals, *_ in everyone]
         # Ranks that hold the same trajectories (tensor and context parallel) report the same values: take one of each.
-        distinct = {position: item for _, *item, scores, position in reversed(everyone) if scores}
+        distinct = {position: item for _, _, *item, scores, position in reversed(everyone) if scores}
         logprobs = {i: lp for item in distinct.values() for i, lp in item[0].items()}
         self.computed_tokens = sum(item[2] for item in distinct.values())
         if step == 0:
@@ -536,6 +539,10 @@ class Comparison:
             "lead": max(leads, default=0),
             "context_bytes": self.context_bytes,
             "context_bytes_planned": self.context_bytes_planned,
+            "peak_kv_bytes": max(totals.peak_bytes for totals in self.cache_totals),
+            "host_bytes": max(totals.peak_host_bytes for totals in self.cache_totals),
+            "evictions": sum(totals.num_evictions for totals in self.cache_totals),
+            "recomputed_blocks": sum(totals.num_recomputes for totals in self.cache_totals),
             "routes_replayed": self.first_routing.num_replayed,
             "routes_native": self.first_routing.num_native,
             "route_mismatch": None if self.plan.route_report is None else self.plan.route_report.rate,
@@ -598,15 +605,20 @@ def _logprob_error(ours: dict[int, np.ndarray], reference: list[np.ndarray], pla
     return worst
 
 
-def _failures(result: dict[str, Any], prefix_reuse: str) -> list[str]:
+def _failures(result: dict[str, Any], args: Arguments) -> list[str]:
     """Reasons for exit 1 that do not depend on the dtype."""
     reasons = []
     if result["grad_norm"] == 0:
         reasons.append("the whole reference gradient is zero, so nothing was compared")
-    if prefix_reuse == "on" and result["shared_segments"] == 0:
+    if args.prefix_reuse == "on" and result["shared_segments"] == 0:
         reasons.append("nothing was shared although reuse was asked for (--prefix-reuse off compares dense)")
     if result["computed_tokens"] != result["planned_tokens"]:
         reasons.append(f"{result['computed_tokens']} tokens were computed, the plan says {result['planned_tokens']}")
+    budget = memory_settings(args, parallel_layout(args)).kv_budget_bytes
+    if budget is not None and result["peak_kv_bytes"] > budget:
+        reasons.append(
+            f"K/V and their gradients held {result['peak_kv_bytes']} bytes on the device of a rank, the budget is {budget}"
+        )
     return reasons
 
 
@@ -619,7 +631,7 @@ def _finish(result: dict[str, Any], reasons: list[str]) -> dict[str, Any]:
 def _judge_exact(result: dict[str, Any], args: Arguments) -> dict[str, Any]:
     dtype = args.params_dtype
     tolerance = (TOLERANCE_MOE if args.num_experts else TOLERANCE)[dtype]
-    reasons = _failures(result, args.prefix_reuse)
+    reasons = _failures(result, args)
     if result["max_expert_count_err"]:
         reasons.append(f"the positions that an expert got differ by {result['max_expert_count_err']}")
     if not result["router_loss_rel_err"] <= 100 * tolerance:
@@ -644,7 +656,7 @@ def _judge_bf16(result: dict[str, Any], args: Arguments, exact: SideFiles, dense
     result["dense_err"] = max(_rms(errors) for errors in dense_errors)
     result["reuse_err"] = max(_rms(errors) for errors in result["_errors"])
     result["dense_max_err"] = max(max(errors.values()) for errors in dense_errors)
-    reasons = _failures(result, args.prefix_reuse)
+    reasons = _failures(result, args)
     limit = BF16_FACTOR * result["dense_err"]
     if not result["reuse_err"] <= limit:
         reasons.append(

@@ -28,7 +28,7 @@ from prefixflow.forest import Forest
 from prefixflow.plan.microbatch import Microbatch
 from prefixflow.plan.plan import Plan
 from prefixflow.runtime.attention.kernels import AttentionKernel
-from prefixflow.runtime.cache import KVCache
+from prefixflow.runtime.cache import CacheTotals, DeviceBytes, KVCache
 from prefixflow.runtime.context import ContextParallel
 from prefixflow.runtime.executor import Observer, execute
 from prefixflow.runtime.host import HostArena
@@ -57,7 +57,7 @@ class StepRunner:
     reduction (attribute): starts to reduce gradients during the last backwards; None reduces after the step.
     max_response_tokens: constant divisor of seq-mean-token-sum-norm; None takes the longest response of the step.
     memory: budget of the K/V cache and policy of dormant activations; None keeps everything on the device.
-    arena, caches (attributes): host memory of this rank, and K/V of each chunk, with their counters of the last pass.
+    arena (attribute): host memory of this rank. caches (attribute): K/V of each chunk.
     routing_replay: whose routes a model with experts takes. A pass that is given a `RouteStore` fills it, or takes the
         routes that an earlier pass over the same plan left there; OFF leaves it alone.
     router_totals (attribute): of the last pass, on this rank.
@@ -89,7 +89,8 @@ class StepRunner:
         self.parameter_dtype = parameter.dtype
         self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         self.arena = HostArena()
-        self.caches = tuple(KVCache(self.arena) for _ in self.chunks)
+        self._kv_bytes = DeviceBytes()
+        self.caches = tuple(KVCache(self.arena, self._kv_bytes) for _ in self.chunks)
         self.parallel = ContextParallel(groups.context) if groups.context.size() > 1 else None
         self.num_computed_tokens = 0
         self.num_bytes_sent = 0
@@ -101,6 +102,11 @@ class StepRunner:
     def has_head(self) -> bool:
         """True on the last pipeline rank, which scores: elsewhere an `Objective` stays empty."""
         return bool(self.chunks[-1].post_process)
+
+    @property
+    def cache_totals(self) -> CacheTotals:
+        """Of the last pass, on this rank."""
+        return CacheTotals.of(self.caches, self._kv_bytes)
 
     def forward_backward(
         self,
@@ -172,6 +178,7 @@ class StepRunner:
         memory = self._memory_plan(plan, training=training)
         stages = {}
         self.arena.begin_step()
+        self._kv_bytes.begin_step()
         for number, (chunk, cache) in enumerate(zip(self.chunks, self.caches, strict=True)):
             cache.begin_step()
             stages[number * num_ranks + position] = StageRunner(

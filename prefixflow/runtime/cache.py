@@ -21,7 +21,8 @@ Invariants
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,18 +37,57 @@ class CacheError(RuntimeError):
     """An operation on the K/V cache that a correct schedule never makes."""
 
 
+class DeviceBytes:
+    """K/V and gK/gV on the device, of one cache or of all caches of one rank: now, and the most since `begin_step`."""
+
+    def __init__(self) -> None:
+        self.num_bytes = self.peak_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+    def begin_step(self) -> None:
+        self.peak_bytes = self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTotals:
+    """What the caches of one rank did in one pass.
+
+    peak_bytes: most K/V and gK/gV on the device; peak_host_bytes: most of them on the host, where chunks had their peaks together.
+    """
+
+    peak_bytes: int = 0
+    peak_host_bytes: int = 0
+    num_evictions: int = 0
+    num_fetches: int = 0
+    num_recomputes: int = 0
+
+    @classmethod
+    def of(cls, caches: Sequence[KVCache], device: DeviceBytes) -> CacheTotals:
+        return cls(
+            peak_bytes=device.peak_bytes,
+            peak_host_bytes=sum(cache.peak_host_bytes for cache in caches),
+            num_evictions=sum(cache.num_evictions for cache in caches),
+            num_fetches=sum(cache.num_fetches for cache in caches),
+            num_recomputes=sum(cache.num_recomputes for cache in caches),
+        )
+
+
 class KVCache:
     """Keys and values by (layer, block), with the gradients that readers add to them.
 
     Shapes: keys and values [T, n_kv, d] with T the block's number of tokens. Not thread-safe.
 
-    arena: where evicted parts go; its own by default. Caches of one rank share one.
+    arena: where evicted parts go; device: counts what is not there. Caches of one rank share both; by default they are its own.
     kv_bytes, gradient_bytes and their peaks are of the device. host_bytes: of what this cache has evicted.
     num_evictions, num_fetches: parts moved, of all layers at once; num_recomputes: dropped blocks written anew.
     """
 
-    def __init__(self, arena: HostArena | None = None) -> None:
+    def __init__(self, arena: HostArena | None = None, device: DeviceBytes | None = None) -> None:
         self.arena = arena or HostArena()
+        self._device = device or DeviceBytes()
         self._keys_values: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
         self._gradients: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
         self._on_host: dict[tuple[int, Part], dict[int, tuple[HostTensor, HostTensor]]] = {}
@@ -307,6 +347,7 @@ class KVCache:
         self.peak_kv_bytes = max(self.peak_kv_bytes, self.kv_bytes)
         self.peak_gradient_bytes = max(self.peak_gradient_bytes, self.gradient_bytes)
         self.peak_bytes = max(self.peak_bytes, self.kv_bytes + self.gradient_bytes)
+        self._device.add(kv_bytes + gradient_bytes)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
