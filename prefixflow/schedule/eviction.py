@@ -3,6 +3,10 @@
 Words. A *gap* of an entry is the run of operations between two uses of it that follow each other. An entry is on the device
 during the operations that use it; in a gap it may be on the host, at the price of its bytes there and back.
 
+Where a single operation needs more than the budget, some of what it uses is *streamed*: on the host from its making to its
+end, and on the device a layer at a time while an operation works on it. Those that move the fewest bytes for a byte saved
+are streamed first. Everything else waits as follows.
+
 Strategy: go through the operations; where what is needed and what waits exceed the budget, the waiting entry whose next use
 is farthest leaves (Belady). Each gap is kept or not as a whole, so for entries of one size this moves the least possible.
 Sizes differ in fact, where the optimum is NP-hard: three rules choose the one to leave, gaps that turn out to fit after all
@@ -99,6 +103,50 @@ def _without_needless(
             across += gaps[index].num_bytes
             given_up.remove(index)
     return frozenset(given_up)
+
+
+@dataclass(frozen=True, slots=True)
+class Streamable:
+    """An entry that may be streamed: `num_bytes` otherwise, `layer_bytes` on the device while it is used, at the price of
+    `moved_bytes`."""
+
+    num_bytes: int
+    layer_bytes: int
+    moved_bytes: int
+
+    @property
+    def saved_bytes(self) -> int:
+        return self.num_bytes - self.layer_bytes
+
+
+def choose_streams(entries: Sequence[Streamable], uses: Sequence[Sequence[int]], budget_bytes: int) -> frozenset[int]:
+    """Indices of the entries that are streamed so that each operation fits; operation t uses the entries `uses[t]`."""
+    streamed: set[int] = set()
+    needed = [sum(entries[i].num_bytes for i in used) for used in uses]
+    users: dict[int, list[int]] = {}
+    for place, used in enumerate(uses):
+        for index in used:
+            users.setdefault(index, []).append(place)
+
+    def toggle(index: int, sign: int) -> None:
+        for place in users[index]:
+            needed[place] -= sign * entries[index].saved_bytes
+
+    for place in sorted(range(len(uses)), key=lambda t: -needed[t]):
+        candidates = sorted(
+            (i for i in uses[place] if entries[i].saved_bytes and i not in streamed),
+            key=lambda i: (entries[i].moved_bytes / entries[i].saved_bytes, -entries[i].saved_bytes),
+            reverse=True,
+        )
+        while needed[place] > budget_bytes:
+            assert candidates, "an operation exceeds the budget even when all that it uses is streamed"
+            streamed.add(candidates[-1])
+            toggle(candidates.pop(), 1)
+    for index in sorted(streamed, key=lambda i: (-entries[i].moved_bytes, i)):
+        if all(needed[place] + entries[index].saved_bytes <= budget_bytes for place in users[index]):
+            streamed.remove(index)
+            toggle(index, -1)
+    return frozenset(streamed)
 
 
 def load_of(kept: Iterable[Gap], needed_bytes: Sequence[int]) -> np.ndarray:

@@ -107,6 +107,8 @@ class _Walk:
         self.device: set[Entry] = set()
         self.host: set[Entry] = set()
         self.dropped: set[Entry] = set()
+        self.streamed: set[Entry] = set()
+        self.made: set[Entry] = set()
         self.waiting = {key for key, policy in memory_plan.activations.items() if policy is ActivationPolicy.OFFLOAD}
         self.open_activations: set[tuple[int, int]] = set()
         self.bytes = Counter[str]()
@@ -125,22 +127,28 @@ class _Walk:
         return point
 
     def assert_empty(self) -> None:
-        left = self.device | self.host | self.dropped
+        left = self.device | self.host | self.dropped | self.streamed
         assert not left, f"left at the end: {sorted(left)}"
         assert not any(self.bytes.values()), f"bytes left at the end: {self.bytes}"
         assert not self.waiting, f"activations never fetched: {sorted(self.waiting)}"
 
     def _use(self, op: Op) -> None:
         m = self.microbatches[op.microbatch]
-        used = [entry for entry in entries_used(m, op) if self.sizes.of(entry)]
-        for entry in used:
-            if entry in self.device:
-                continue
-            is_made = entry not in self.host | self.dropped and (
-                entry.block in m.writes if op.kind is Kind.FORWARD else entry.is_gradient
+        for entry in self._used(op):
+            makes = (
+                entry.block in m.writes
+                if op.kind is Kind.FORWARD
+                else entry.is_gradient and entry.block not in m.writes
             )
-            assert is_made, f"{op} needs {entry}, which is not on the device"
-            self._place(entry)
+            is_new = entry not in self.made
+            assert makes or not is_new, f"{op} needs {entry}, which nothing has made"
+            self.made.add(entry)
+            if entry in self.streamed:
+                self._stream(entry, is_new=is_new)
+            elif is_new:
+                self._place(entry)
+            else:
+                assert entry in self.device, f"{op} needs {entry}, which is not on the device"
         key = op.stage, op.microbatch
         if op.kind is Kind.FORWARD:
             self.open_activations.add(key)
@@ -148,12 +156,31 @@ class _Walk:
             assert key not in self.waiting, f"{op} runs before its activations are fetched"
             self.open_activations.remove(key)
 
+    def _stream(self, entry: Entry, *, is_new: bool) -> None:
+        """One use: its layers cross the link as they are used; the host holds the whole until it is freed."""
+        num_bytes = self.sizes.of(entry)
+        if is_new:
+            self._count("host", num_bytes)
+        self.moved_bytes += num_bytes
+        if entry.is_gradient and not is_new and self.open_uses[entry] > 1:
+            self.moved_bytes += num_bytes
+        self._count(entry.part.value, self.sizes.streamed(entry))
+
     def _free(self, op: Op) -> None:
-        for entry in entries_used(self.microbatches[op.microbatch], op):
-            if self.sizes.of(entry):
-                self.open_uses[entry] -= 1
-                if not self.open_uses[entry]:
-                    self._remove(entry)
+        for entry in self._used(op):
+            self.open_uses[entry] -= 1
+            is_last = not self.open_uses[entry]
+            if entry in self.streamed:
+                self._count(entry.part.value, -self.sizes.streamed(entry))
+                if is_last:
+                    self.streamed.remove(entry)
+                    self._count("host", -self.sizes.of(entry))
+            elif is_last:
+                self._remove(entry)
+
+    def _used(self, op: Op) -> list[Entry]:
+        used = entries_used(self.microbatches[op.microbatch], op)
+        return [entry for entry in used if self.sizes.of(entry)]
 
     def _act(self, action: MemoryAction) -> None:
         if action.move is Move.RECOMPUTE:
@@ -165,6 +192,10 @@ class _Walk:
             self.waiting.remove(key)
             return
         entry = Entry(action.stage, action.target, action.part is Part.GRADIENTS)
+        if action.move is Move.STREAM:
+            assert entry not in self.made, f"{action}: it exists already"
+            self.streamed.add(entry)
+            return
         if action.move is Move.FETCH:
             assert entry in self.host, f"{action}: not on the host"
             self.host.remove(entry)
@@ -184,7 +215,8 @@ class _Walk:
     def _recompute(self, action: MemoryAction) -> None:
         m = self.microbatches[action.target]
         path = {Entry(action.stage, block, False) for block in cached_blocks(m)}
-        assert path <= self.device, f"{action}: {sorted(path - self.device)} are not on the device"
+        away = path - self.device - self.streamed
+        assert not away, f"{action}: {sorted(away)} are not on the device"
         anew = {Entry(action.stage, block, False) for block in m.writes} & self.dropped
         assert anew, f"{action}: none of its blocks was dropped"
         assert (action.stage, action.target) in self.open_activations, f"{action}: its stage input is gone"
@@ -207,3 +239,5 @@ class _Walk:
 
     def _count(self, where: str, num_bytes: int) -> None:
         self.bytes[where] += num_bytes
+        held = self.bytes["kv"] + self.bytes["gkv"]
+        assert self.budget_bytes is None or held <= self.budget_bytes, f"{held} bytes exceed {self.budget_bytes}"

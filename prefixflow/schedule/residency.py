@@ -11,10 +11,12 @@ longer between its F and its B than one of a flat 1F1B list on that stage does: 
 
 Strategy
 1. Dormant microbatches get the activation policy that was asked for; all others keep their activations.
-2. Where the entries exceed the budget, some leave between two of their uses (`prefixflow.schedule.eviction`): right after
+2. Entries are streamed where an operation alone needs more than the budget (`prefixflow.schedule.eviction`): with one
+   pipeline stage every operation uses its whole path, so that nothing waits and nothing else would help.
+3. Where the others exceed it together, some leave between two of their uses: right after
    the first of the two, so that the copy has the longest time, and back one operation before the second where the budget
    has room, else directly before it.
-3. K/V whose writer's forward is cheaper than their transfer are dropped instead, and computed again directly before their
+4. K/V whose writer's forward is cheaper than their transfer are dropped instead, and computed again directly before their
    next use. That needs the K/V of the writer's own path, which must be on the device then anyway, and the writer's stage input.
    Never where experts are spread over ranks: a forward runs their collectives, and the others do not run it.
 
@@ -28,7 +30,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -38,7 +40,7 @@ from prefixflow.plan.cost import MeasuredCosts
 from prefixflow.plan.microbatch import Microbatch
 from prefixflow.plan.plan import Plan
 from prefixflow.ranges import Range
-from prefixflow.schedule.eviction import Gap, choose_evictions, load_of
+from prefixflow.schedule.eviction import Gap, Streamable, choose_evictions, choose_streams, load_of
 from prefixflow.schedule.memory import MemoryModel
 from prefixflow.schedule.ops import Kind, Op
 from prefixflow.schedule.predict import StageCosts
@@ -46,6 +48,8 @@ from prefixflow.schedule.search import rank_table, stage_costs
 from prefixflow.schedule.table import build_table
 
 GIB = 1 << 30
+STREAMED_LAYERS = 2
+"""The one that is worked on, and the next on its way."""
 
 
 class ActivationPolicy(enum.Enum):
@@ -64,13 +68,15 @@ class Part(enum.Enum):
 
 
 class Move(enum.Enum):
-    """EVICT, FETCH: a part of a block to the host, and back. DROP: K/V of a block are forgotten; RECOMPUTE: the forward of the
-    microbatch that wrote them, on this stage, writes the dropped ones anew. FETCH_ACTIVATIONS: an offloaded microbatch's,
-    before its B.
+    """EVICT, FETCH: a part of a block to the host, and back. STREAM, before the operation that makes it: a part of a block lives on
+    the host from then on; an operation that uses it has a layer of it at a time on the device. DROP: K/V of a block are
+    forgotten; RECOMPUTE: the forward of the microbatch that wrote them, on this stage, writes the dropped ones anew.
+    FETCH_ACTIVATIONS: an offloaded microbatch's, before its B.
     """
 
     EVICT = "evict"
     FETCH = "fetch"
+    STREAM = "stream"
     DROP = "drop"
     RECOMPUTE = "recompute"
     FETCH_ACTIVATIONS = "fetch activations"
@@ -78,7 +84,7 @@ class Move(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryAction:
-    """`move` of `target` on a global stage: a block with `part` for EVICT and FETCH, a block for DROP, else a microbatch."""
+    """`move` of `target` on a global stage: a block with `part` for EVICT, FETCH and STREAM, a block for DROP, else a microbatch."""
 
     move: Move
     stage: int
@@ -162,8 +168,15 @@ class EntryBytes:
         )
 
     def of(self, entry: Entry) -> int:
+        return self._of_layers(entry, self.stage_layers[entry.stage])
+
+    def streamed(self, entry: Entry) -> int:
+        """On the device while an operation uses the entry a layer at a time."""
+        return self._of_layers(entry, min(STREAMED_LAYERS, self.stage_layers[entry.stage]))
+
+    def _of_layers(self, entry: Entry, num_layers: int) -> int:
         per_token = self.kv_gradient_bytes if entry.is_gradient else self.kv_bytes
-        return self.block_tokens[entry.block] * self.stage_layers[entry.stage] * per_token
+        return self.block_tokens[entry.block] * num_layers * per_token
 
 
 def cached_blocks(microbatch: Microbatch) -> tuple[int, ...]:
@@ -213,7 +226,12 @@ def plan_memory(
             moves.add_before(place, _Turn.NEEDED, MemoryAction(Move.FETCH_ACTIVATIONS, op.stage, op.microbatch))
     if kv_budget_bytes is not None:
         _check_budget(plan, memory, kv_budget_bytes, Kind if training else (Kind.FORWARD,))
-        waits = _Waits.of_row(plan, data_rank, row, memory)
+        sizes = EntryBytes.of_plan(plan, memory)
+        uses = [
+            [entry for entry in entries_used(plan.ranks[data_rank][op.microbatch], op) if sizes.of(entry)] for op in row
+        ]
+        streamed = _stream_entries(moves, uses, sizes, kv_budget_bytes)
+        waits = _Waits.of_uses(uses, sizes, streamed)
         if waits.exceed(kv_budget_bytes):
             drops = _Drops.of_row(plan, data_rank, memory, host or HostLink(), may_drop=training)
             _move_entries(moves, waits, drops, kv_budget_bytes)
@@ -246,7 +264,7 @@ def _check_budget(plan: Plan, memory: MemoryModel, budget_bytes: int, kinds: Ite
     sizes = EntryBytes.of_plan(plan, memory)
     stage = sizes.stage_layers.index(max(sizes.stage_layers))
     needs = (
-        (sum(map(sizes.of, entries_used(m, op))), rank, op)
+        (sum(map(sizes.streamed, entries_used(m, op))), rank, op)
         for rank, microbatches in enumerate(plan.ranks)
         for m in microbatches
         for op in (Op(stage, kind, m.id) for kind in kinds)
@@ -255,9 +273,9 @@ def _check_budget(plan: Plan, memory: MemoryModel, budget_bytes: int, kinds: Ite
     if needed > budget_bytes:
         raise ValueError(
             f"Budget of K/V and gK/gV (--kv-budget-gib): operation {op} of data-parallel rank {rank} alone needs {needed:,} "
-            f"bytes of them on the device, those of all segments that it reads or writes; the budget is {budget_bytes:,} bytes, "
-            f"{needed - budget_bytes:,} too few. Give at least --kv-budget-gib {_rounded_up(needed / GIB)}, or spread the "
-            "model over more tensor- or pipeline-parallel ranks."
+            f"bytes of them on the device, those of all segments that it reads or writes, {STREAMED_LAYERS} layers at a time; "
+            f"the budget is {budget_bytes:,} bytes, {needed - budget_bytes:,} too few. Give at least --kv-budget-gib "
+            f"{_rounded_up(needed / GIB)}, or spread the model over more tensor-parallel ranks."
         )
 
 
@@ -301,6 +319,33 @@ class _Moves:
         return {place: tuple(self._after[place]) for place in sorted(self._after)}
 
 
+def _stream_entries(
+    moves: _Moves, uses: Sequence[Sequence[Entry]], sizes: EntryBytes, budget_bytes: int
+) -> frozenset[Entry]:
+    first_use: dict[Entry, int] = {}
+    num_uses: Counter[Entry] = Counter()
+    for place, used in enumerate(uses):
+        num_uses.update(used)
+        for entry in used:
+            first_use.setdefault(entry, place)
+    entries = list(first_use)
+    number = {entry: index for index, entry in enumerate(entries)}
+    choices = [
+        Streamable(sizes.of(entry), sizes.streamed(entry), streamed_moves(entry, num_uses[entry]) * sizes.of(entry))
+        for entry in entries
+    ]
+    chosen = choose_streams(choices, [[number[entry] for entry in used] for used in uses], budget_bytes)
+    for index in sorted(chosen):
+        moves.add_before(first_use[entries[index]], _Turn.NEEDED, entries[index].action(Move.STREAM))
+    return frozenset(entries[index] for index in chosen)
+
+
+def streamed_moves(entry: Entry, num_uses: int) -> int:
+    """Times that a streamed entry crosses the link: K/V once for their writer and once for each that reads them; gK/gV
+    both ways, but for the first, which has nothing to add to, and the writer, which takes them."""
+    return 2 * (num_uses - 1) if entry.is_gradient else num_uses
+
+
 @dataclass(frozen=True, slots=True)
 class _Waits:
     """`gaps[i]` are those of `entries[i]`, which repeat; needed_bytes[t]: what operation t of the row uses."""
@@ -310,17 +355,20 @@ class _Waits:
     needed_bytes: tuple[int, ...]
 
     @classmethod
-    def of_row(cls, plan: Plan, data_rank: int, row: Sequence[Op], memory: MemoryModel) -> _Waits:
-        sizes = EntryBytes.of_plan(plan, memory)
-        needed = [0] * len(row)
+    def of_uses(cls, uses: Sequence[Sequence[Entry]], sizes: EntryBytes, streamed: Collection[Entry]) -> _Waits:
+        """Streamed entries do not wait on the device."""
+        needed = [0] * len(uses)
         last_use: dict[Entry, int] = {}
         waits: list[tuple[Entry, Gap]] = []
-        for place, op in enumerate(row):
-            for entry in entries_used(plan.ranks[data_rank][op.microbatch], op):
+        for place, used in enumerate(uses):
+            for entry in used:
+                if entry in streamed:
+                    needed[place] += sizes.streamed(entry)
+                    continue
                 num_bytes = sizes.of(entry)
                 needed[place] += num_bytes
                 before = last_use.get(entry, place)
-                if num_bytes and place > before + 1:
+                if place > before + 1:
                     waits.append((entry, Gap(num_bytes, Range(before + 1, place))))
                 last_use[entry] = place
         return cls(tuple(entry for entry, _ in waits), tuple(gap for _, gap in waits), tuple(needed))
