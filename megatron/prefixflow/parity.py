@@ -542,6 +542,7 @@ class Comparison:
             "peak_kv_bytes": max(totals.peak_bytes for totals in self.cache_totals),
             "host_bytes": max(totals.peak_host_bytes for totals in self.cache_totals),
             "evictions": sum(totals.num_evictions for totals in self.cache_totals),
+            "streamed_parts": sum(totals.num_streams for totals in self.cache_totals),
             "recomputed_blocks": sum(totals.num_recomputes for totals in self.cache_totals),
             "routes_replayed": self.first_routing.num_replayed,
             "routes_native": self.first_routing.num_native,

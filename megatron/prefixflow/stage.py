@@ -243,16 +243,23 @@ class StageRunner:
             # A stage of the embedding or the head alone has no K/V.
             return
         match action.move:
-            case Move.EVICT | Move.FETCH:
+            case Move.EVICT | Move.FETCH | Move.STREAM:
                 assert action.part is not None, f"{action} says not which part"
-                move = self.cache.evict if action.move is Move.EVICT else self.cache.fetch
-                move(action.target, action.part)
+                moves = {Move.EVICT: self.cache.evict, Move.FETCH: self.cache.fetch, Move.STREAM: self.cache.stream}
+                moves[action.move](action.target, action.part)
             case Move.DROP:
                 self.cache.drop(action.target)
             case Move.RECOMPUTE:
                 self._write_again(action.target)
             case Move.FETCH_ACTIVATIONS:
                 self._fetch_activations(action.target)
+
+    @property
+    def _experts_are_spread(self) -> bool:
+        """True where a forward exchanges tokens with ranks that run other microbatches."""
+        config = self.config
+        expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or 1)
+        return expert_ranks > config.tensor_model_parallel_size * config.context_parallel_size
 
     def _write_again(self, m: int) -> None:
         """F(m) on this stage once more, from its kept input and without a graph, for the dropped blocks that m wrote.
@@ -261,11 +268,10 @@ class StageRunner:
         """
         alive = self._alive[m]
         microbatch = self.workload.microbatches[m]
-        if self.config.expert_model_parallel_size > 1:
+        if self.config.num_moe_experts is not None and self._experts_are_spread:
             raise ValueError(
-                f"The memory plan recomputes the K/V of microbatch {m}, whose experts lie on "
-                f"{self.config.expert_model_parallel_size} ranks that would all have to run it: expected K/V to be evicted "
-                "under expert parallelism, not dropped."
+                f"The memory plan recomputes the K/V of microbatch {m}, whose experts lie on several data-parallel ranks that "
+                "would all have to run it: expected K/V to be evicted under expert parallelism, not dropped."
             )
         dropped = self.cache.dropped_blocks
         context = replace(

@@ -6,7 +6,8 @@ block's gradients; the writer's own backward takes the gradients and passes them
 ordered: everything is keyed by (layer, block).
 
 Under a budget a plan says which parts of a block leave the device for a while (`prefixflow.schedule.residency`): K/V and
-gK/gV of a block each go to the host and come back, and K/V may be forgotten and written anew by a recomputation.
+gK/gV of a block each go to the host and come back, and K/V may be forgotten and written anew by a recomputation. A part
+may also be *streamed*: it lives on the host, and an operation has the layer that it works on.
 
 Invariants
 1. A block is written once and never after it was freed, a dropped one once more; what is stored is detached and owns its
@@ -63,6 +64,7 @@ class CacheTotals:
     num_evictions: int = 0
     num_fetches: int = 0
     num_recomputes: int = 0
+    num_streams: int = 0
 
     @classmethod
     def of(cls, caches: Sequence[KVCache], device: DeviceBytes) -> CacheTotals:
@@ -72,6 +74,7 @@ class CacheTotals:
             num_evictions=sum(cache.num_evictions for cache in caches),
             num_fetches=sum(cache.num_fetches for cache in caches),
             num_recomputes=sum(cache.num_recomputes for cache in caches),
+            num_streams=sum(cache.num_streams for cache in caches),
         )
 
 
@@ -82,7 +85,8 @@ class KVCache:
 
     arena: where evicted parts go; device: counts what is not there. Caches of one rank share both; by default they are its own.
     kv_bytes, gradient_bytes and their peaks are of the device. host_bytes: of what this cache has evicted.
-    num_evictions, num_fetches: parts moved, of all layers at once; num_recomputes: dropped blocks written anew.
+    num_evictions, num_fetches: parts moved, of all layers at once; num_streams: parts that live on the host; num_recomputes:
+    dropped blocks written anew.
     """
 
     def __init__(self, arena: HostArena | None = None, device: DeviceBytes | None = None) -> None:
@@ -92,9 +96,10 @@ class KVCache:
         self._gradients: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
         self._on_host: dict[tuple[int, Part], dict[int, tuple[HostTensor, HostTensor]]] = {}
         self._arriving: dict[tuple[int, Part], dict[int, tuple[HostTensor, HostTensor]]] = {}
+        self._streamed: dict[tuple[int, Part], dict[int, tuple[HostTensor, HostTensor]]] = {}
         self._dropped: dict[int, frozenset[int]] = {}
         self._freed: set[int] = set()
-        self.num_evictions = self.num_fetches = self.num_recomputes = 0
+        self.num_evictions = self.num_fetches = self.num_recomputes = self.num_streams = 0
         self.host_bytes = self.peak_host_bytes = 0
         self.num_writes = 0
         self.num_reads = 0
@@ -108,7 +113,7 @@ class KVCache:
     @property
     def live_blocks(self) -> tuple[int, ...]:
         """Blocks that hold keys and values or gradients, on the device or on the host, ascending."""
-        away = {block for block, _ in self._on_host.keys() | self._arriving.keys()}
+        away = {block for block, _ in self._on_host.keys() | self._arriving.keys() | self._streamed.keys()}
         return tuple(sorted(self._keys_values.keys() | self._gradients.keys() | away))
 
     def write(self, layer: int, block: int, k: Tensor, v: Tensor) -> None:
@@ -122,7 +127,10 @@ class KVCache:
                 "a recomputation must run with operation BACKWARD so that it stores nothing"
             )
         self._land(block, Part.KEYS_VALUES)
-        if layer in self._keys_values.get(block, {}) or self._is_away(block):
+        is_there = layer in self._keys_values.get(block, {}) or layer in self._streamed.get(
+            (block, Part.KEYS_VALUES), {}
+        )
+        if is_there or self._is_away(block):
             raise CacheError(
                 f"write of block {block}, layer {layer}: it is already written; a block is written "
                 "once a step, and a recomputation must run with operation BACKWARD so that it "
@@ -150,14 +158,21 @@ class KVCache:
                 f"write of block {block}, layer {layer}: expected k and v of one shape "
                 f"[T, n_kv, d], got {tuple(k.shape)} and {tuple(v.shape)}"
             )
+        self.num_writes += 1
+        if (block, Part.KEYS_VALUES) in self._streamed:
+            self._send(layer, block, Part.KEYS_VALUES, k, v)
+            return
         stored = (_owned(k), _owned(v))
         self._keys_values.setdefault(block, {})[layer] = stored
-        self.num_writes += 1
         self._count(kv_bytes=_num_bytes(stored))
 
     def read(self, layer: int, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Keys and values of `blocks` joined along tokens in that order; no copy for one block."""
-        parts = [self._stored(layer, block, "read") for block in blocks]
+        """Keys and values of `blocks` joined along tokens in that order; no copy for one block on the device."""
+        parts = [self._on_device(layer, block) for block in blocks]
+        streamed = [
+            part for block, part in zip(blocks, parts, strict=True) if (block, Part.KEYS_VALUES) in self._streamed
+        ]
+        self._visit(Part.KEYS_VALUES, sum(map(_num_bytes, streamed)))
         self.num_reads += 1
         if len(parts) == 1:
             return parts[0]
@@ -168,7 +183,7 @@ class KVCache:
 
         The two tensors are the cache's from here on: the caller must not write to them again.
         """
-        sizes = [self._stored(layer, block, "add_gradient")[0].shape[0] for block in blocks]
+        sizes = [self._num_tokens(layer, block) for block in blocks]
         if sum(sizes) != dk.shape[0] or dk.shape != dv.shape:
             raise CacheError(
                 f"add_gradient to blocks {blocks}, layer {layer}: expected {sum(sizes)} tokens, "
@@ -180,6 +195,8 @@ class KVCache:
 
     def take_gradient(self, layer: int, block: int) -> tuple[Tensor, Tensor] | None:
         """Remove and return (gK, gV) of a block, None where no reader has added any."""
+        if (block, Part.GRADIENTS) in self._streamed:
+            return self._take_streamed(layer, block)
         self._check_gradients_here("take_gradient", layer, block)
         self._land(block, Part.GRADIENTS)
         layers = self._gradients.get(block, {})
@@ -192,6 +209,13 @@ class KVCache:
 
     def release(self, block: int) -> None:
         """Drop keys and values after their last read; gradients stay until the writer's backward has taken them."""
+        streamed = self._streamed.pop((block, Part.KEYS_VALUES), None)
+        if streamed is not None:
+            for handle in itertools.chain(*streamed.values()):
+                self.arena.discard(handle)
+            self._count_host(-_num_host_bytes(streamed))
+            self._freed.add(block)
+            return
         self._land(block, Part.KEYS_VALUES)
         if block not in self._keys_values or block in self._dropped:
             raise CacheError(f"release of block {block}: {self._absence(block)}")
@@ -203,7 +227,7 @@ class KVCache:
 
         Gradients that no reader has added to yet may be evicted: there is nothing to move, but they must be fetched too.
         """
-        if (block, part) in self._on_host:
+        if (block, part) in self._on_host or (block, part) in self._streamed:
             raise CacheError(f"evict of the {_NAMES[part]} of block {block}: {self._absence(block, part)}")
         self._land(block, part)
         if part is Part.KEYS_VALUES:
@@ -216,8 +240,7 @@ class KVCache:
             layer: (self.arena.put(first), self.arena.put(second)) for layer, (first, second) in layers.items()
         }
         self._count_part(part, -num_bytes)
-        self.host_bytes += num_bytes
-        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+        self._count_host(num_bytes)
         self.num_evictions += 1
 
     def fetch(self, block: int, part: Part) -> None:
@@ -242,6 +265,22 @@ class KVCache:
         self._count(kv_bytes=-sum(map(_num_bytes, layers.values())))
         self._dropped[block] = frozenset(layers)
 
+    def stream(self, block: int, part: Part) -> None:
+        """Keep a part of a block on the host from its first write or sum to its end, layer by layer."""
+        layers = (self._keys_values if part is Part.KEYS_VALUES else self._gradients).get(block)
+        is_dropped = part is Part.KEYS_VALUES and block in self._dropped
+        if (
+            layers
+            or is_dropped
+            or (block, part) in self._streamed.keys() | self._on_host.keys() | self._arriving.keys()
+        ):
+            raise CacheError(
+                f"stream of the {_NAMES[part]} of block {block}: expected a part that has nothing yet, but it has some; "
+                "streaming begins before the operation that makes a part"
+            )
+        self._streamed[block, part] = {}
+        self.num_streams += 1
+
     @property
     def dropped_blocks(self) -> frozenset[int]:
         """Blocks whose keys and values must be written anew before they are read."""
@@ -253,8 +292,9 @@ class KVCache:
             self._land(block, part)
         if (block, Part.GRADIENTS) in self._on_host:
             raise CacheError(f"close of block {block}: {self._absence(block, Part.GRADIENTS)}")
-        if self._is_away(block) or block in self._keys_values or block in self._gradients:
-            layers = sorted(self._gradients.get(block, {}))
+        layers = sorted(self._streamed.pop((block, Part.GRADIENTS), self._gradients.get(block, {})))
+        has_kv = block in self._keys_values or self._is_away(block) or (block, Part.KEYS_VALUES) in self._streamed
+        if layers or has_kv:
             raise CacheError(
                 f"close of block {block}: expected its readers done and its gradients taken, but "
                 + (f"gradients of layers {layers} are left" if layers else "its K/V were not released")
@@ -266,7 +306,7 @@ class KVCache:
         if not self.live_blocks and not self._dropped:
             return
         waiting = ", ".join(f"{b} (layers {sorted(layers)})" for b, layers in sorted(self._gradients.items()))
-        on_host = ", ".join(f"{_NAMES[part]} of block {block}" for block, part in self._on_host)
+        on_host = ", ".join(f"{_NAMES[part]} of block {block}" for block, part in [*self._on_host, *self._streamed])
         raise CacheError(
             f"end of step: the K/V cache still holds blocks {list(self.live_blocks)} "
             f"({self.kv_bytes} bytes, {self.host_bytes} on the host); gradients nobody took: {waiting or 'none'}; "
@@ -279,7 +319,7 @@ class KVCache:
         self.assert_empty()
         self._freed.clear()
         self.num_writes = self.num_reads = self.num_gradient_adds = 0
-        self.num_evictions = self.num_fetches = self.num_recomputes = 0
+        self.num_evictions = self.num_fetches = self.num_recomputes = self.num_streams = 0
         self.peak_kv_bytes = self.peak_gradient_bytes = self.peak_bytes = self.peak_host_bytes = 0
 
     def _stored(self, layer: int, block: int, operation: str) -> tuple[Tensor, Tensor]:
@@ -289,12 +329,40 @@ class KVCache:
             raise CacheError(f"{operation} of block {block}, layer {layer}: {self._absence(block)}")
         return stored
 
+    def _on_device(self, layer: int, block: int) -> tuple[Tensor, Tensor]:
+        """K/V to work with; of a streamed block a copy, which is the caller's."""
+        handles = self._streamed.get((block, Part.KEYS_VALUES), {}).get(layer)
+        if handles is None:
+            return self._stored(layer, block, "read")
+        return self.arena.copy(handles[0]), self.arena.copy(handles[1])
+
+    def _num_tokens(self, layer: int, block: int) -> int:
+        handles = self._streamed.get((block, Part.KEYS_VALUES), {}).get(layer)
+        return (handles[0].stored if handles else self._stored(layer, block, "add_gradient")[0]).shape[0]
+
+    def _send(self, layer: int, block: int, part: Part, first: Tensor, second: Tensor) -> None:
+        """Put one layer of a streamed part on the host."""
+        handles = self.arena.put(first), self.arena.put(second)
+        self._streamed[block, part][layer] = handles
+        self._visit(part, _num_bytes((first, second)))
+        self._count_host(_num_host_bytes({layer: handles}))
+
+    def _take_streamed(self, layer: int, block: int) -> tuple[Tensor, Tensor] | None:
+        """Remove one layer of streamed gradients from the host."""
+        handles = self._streamed[block, Part.GRADIENTS].pop(layer, None)
+        if handles is None:
+            return None
+        self._count_host(-_num_host_bytes({layer: handles}))
+        taken = self.arena.take(handles[0]), self.arena.take(handles[1])
+        self._visit(Part.GRADIENTS, _num_bytes(taken))
+        return taken
+
     def _land(self, block: int, part: Part) -> None:
         """Put what a fetch has begun to bring back in its place."""
         handles = self._arriving.pop((block, part), None)
         if not handles:
             return
-        self.host_bytes -= _num_host_bytes(handles)
+        self._count_host(-_num_host_bytes(handles))
         (self._keys_values if part is Part.KEYS_VALUES else self._gradients)[block] = {
             layer: (self.arena.take(first), self.arena.take(second)) for layer, (first, second) in handles.items()
         }
@@ -304,7 +372,7 @@ class KVCache:
         return block in self._dropped or (block, Part.KEYS_VALUES) in self._on_host
 
     def _check_whole(self, operation: str, block: int) -> None:
-        if block not in self._keys_values or block in self._dropped:
+        if (block, Part.KEYS_VALUES) in self._streamed or block not in self._keys_values or block in self._dropped:
             raise CacheError(f"{operation} of the K/V of block {block}: {self._absence(block)}")
 
     def _check_gradients_here(self, operation: str, layer: int, block: int) -> None:
@@ -314,6 +382,9 @@ class KVCache:
     def _absence(self, block: int, part: Part = Part.KEYS_VALUES) -> str:
         if (block, part) in self._on_host:
             return f"its {_NAMES[part]} are on the host; the memory plan must fetch them before"
+        if (block, part) in self._streamed:
+            layers = sorted(self._streamed[block, part])
+            return f"its {_NAMES[part]} are streamed, so they stay on the host; layers {layers} are written"
         if block in self._dropped:
             return "its K/V were dropped; the memory plan must recompute the microbatch that wrote them before"
         if block in self._freed:
@@ -323,6 +394,9 @@ class KVCache:
         return f"the block was never written; live blocks are {list(self.live_blocks)}"
 
     def _add(self, layer: int, block: int, dk: Tensor, dv: Tensor) -> None:
+        if (block, Part.GRADIENTS) in self._streamed:
+            self._add_streamed(layer, block, dk, dv)
+            return
         self._check_gradients_here("add_gradient", layer, block)
         self._land(block, Part.GRADIENTS)
         layers = self._gradients.setdefault(block, {})
@@ -335,11 +409,28 @@ class KVCache:
         layers[layer] = (_owned(dk.to(dtype)), _owned(dv.to(dtype)))
         self._count(gradient_bytes=_num_bytes(layers[layer]))
 
+    def _add_streamed(self, layer: int, block: int, dk: Tensor, dv: Tensor) -> None:
+        dtype = accumulation_dtype(dk.dtype)
+        taken = self._take_streamed(layer, block)
+        if taken is None:
+            self._send(layer, block, Part.GRADIENTS, dk.to(dtype), dv.to(dtype))
+        else:
+            self._send(layer, block, Part.GRADIENTS, taken[0].add_(dk), taken[1].add_(dv))
+
     def _count_part(self, part: Part, num_bytes: int) -> None:
         if part is Part.KEYS_VALUES:
             self._count(kv_bytes=num_bytes)
         else:
             self._count(gradient_bytes=num_bytes)
+
+    def _visit(self, part: Part, num_bytes: int) -> None:
+        """Count what is on the device for the length of a call."""
+        self._count_part(part, num_bytes)
+        self._count_part(part, -num_bytes)
+
+    def _count_host(self, num_bytes: int) -> None:
+        self.host_bytes += num_bytes
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
 
     def _count(self, kv_bytes: int = 0, gradient_bytes: int = 0) -> None:
         self.kv_bytes += kv_bytes

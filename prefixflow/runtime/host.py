@@ -79,6 +79,19 @@ class HostArena:
         self.discard(handle)
         return arriving
 
+    def copy(self, handle: HostTensor) -> Tensor:
+        """A copy of the tensor on its device; the arena keeps it."""
+        self._check(handle, "copy")
+        self.num_bytes_moved += handle.num_bytes
+        if handle.device.type != "cuda":
+            return handle.stored.clone()
+        stream, current = self._side_stream(handle.device), torch.cuda.current_stream(handle.device)
+        with torch.cuda.stream(stream):
+            copied = handle.stored.to(handle.device, non_blocking=True)
+        current.wait_stream(stream)
+        copied.record_stream(current)
+        return copied
+
     def discard(self, handle: HostTensor) -> None:
         """Forget a tensor without bringing it back."""
         self._check(handle, "discard")

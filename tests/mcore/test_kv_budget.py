@@ -95,6 +95,21 @@ def nothing_stays(
     return MemoryPlan(before=before, after=after)
 
 
+def all_is_streamed(
+    plan: Plan, data_rank: int, pipeline_rank: int, memory: MemoryModel, *, training: bool, **_: Any
+) -> MemoryPlan:
+    """Everything lives on the host from its first use on."""
+    row = rank_table(plan, data_rank, training=training).rows[pipeline_rank]
+    sizes = EntryBytes.of_plan(plan, memory)
+    seen: set[Entry] = set()
+    before = {}
+    for place, op in enumerate(row):
+        new = [e for e in entries_used(plan.ranks[data_rank][op.microbatch], op) if sizes.of(e) and e not in seen]
+        before[place] = tuple(entry.action(Move.STREAM) for entry in new)
+        seen.update(new)
+    return MemoryPlan(before=before)
+
+
 evict_all: Planner = partial(nothing_stays, drops=False)
 drop_all: Planner = partial(nothing_stays, drops=True)
 
@@ -149,13 +164,13 @@ def assert_exact(result: dict[str, Any], limit: float = FLOAT64_LIMIT) -> None:
 
 
 def least_budget(file: str, text: str) -> int:
-    """Bytes that the greediest operation needs."""
+    """Bytes that the greediest operation needs, two layers at a time."""
     args = parse_arguments(text.split())
     layout = parallel_layout(args)
     plan = plan_pipeline(read_trajectories(file), plan_config(args, layout))
     sizes = EntryBytes.of_plan(plan, memory_settings(args, layout).model)
     return max(
-        sum(map(sizes.of, entries_used(microbatches[op.microbatch], op)))
+        sum(map(sizes.streamed, entries_used(microbatches[op.microbatch], op)))
         for rank, microbatches in enumerate(plan.ranks)
         for row in rank_table(plan, rank).rows
         for op in row
@@ -179,13 +194,14 @@ ORDINARY = [
     ("trees", "--max-tokens 16", evict_all),
     ("trees", "--max-tokens 16 --recompute full", drop_all),
     ("chains", "--max-tokens 32 --pp 2", drop_all),
+    ("chains", "--max-tokens 32", all_is_streamed),
 ]
 GRID = [
     (file, f"--max-tokens 16 {layout} --recompute {recompute}", planner)
     for file in ("groups", "chains", "trees")
     for layout in ("", "--pp 2", "--tp 2 --sequence-parallel", "--tp 2", "--cp 2", "--pp 2 --vpp 2 --num-layers 4")
     for recompute in ("none", "full")
-    for planner in (evict_all, drop_all)
+    for planner in (evict_all, drop_all, all_is_streamed)
 ]
 
 
@@ -195,8 +211,9 @@ GRID = [
 def test_nothing_stays(runner, files, file, text, planner):
     result = run(runner, files[file], f"{TINY} {text} {MUCH}", planner)
     assert_exact(result)
-    assert result["evictions"] > 0
     assert result["host_bytes"] > 0
+    assert (result["evictions"] > 0) == (planner is not all_is_streamed)
+    assert (result["streamed_parts"] > 0) == (planner is all_is_streamed)
     assert (result["recomputed_blocks"] > 0) == (planner is drop_all)
     assert result["context_bytes"] == result["context_bytes_planned"]
 
@@ -204,11 +221,12 @@ def test_nothing_stays(runner, files, file, text, planner):
 BUDGETS = [
     ("groups", "--max-tokens 16 --pp 2", to_nowhere),
     ("trees", "--max-tokens 32 --pp 2 --recompute full", to_host),
+    ("chains", "--max-tokens 32 --num-layers 4", to_host),
 ]
 BUDGET_GRID = [
     (file, f"--max-tokens {num_tokens} --pp 2 {more}", planner)
     for file, num_tokens in (("groups", 16), ("chains", 64), ("trees", 32))
-    for more in ("", "--vpp 2 --num-layers 4 --recompute full", "--tp 2 --recompute selective", "--cp 2")
+    for more in ("", "--vpp 2 --num-layers 4 --recompute full", "--tp 2 --num-layers 8 --recompute selective", "--cp 2")
     for planner in (to_host, to_nowhere)
 ]
 
@@ -224,8 +242,8 @@ def test_least_budget(runner, files, file, text, planner):
     assert_exact(result)
     assert result["peak_kv_bytes"] <= budget
     assert result["evictions"] == planned_evictions(files[file], f"{TINY} {text}", planner, budget)
-    assert result["evictions"] + result["recomputed_blocks"] > 0
-    assert (result["recomputed_blocks"] > 0) == (planner is to_nowhere)
+    assert result["evictions"] + result["recomputed_blocks"] + result["streamed_parts"] > 0
+    assert planner is to_nowhere or not result["recomputed_blocks"]
 
 
 def test_a_smaller_budget_is_refused(runner, files):

@@ -15,24 +15,20 @@ from hypothesis import strategies as st
 from prefixflow.plan.plan import Plan, PlanConfig, build_plan
 from prefixflow.plan.shapes import ModelShape
 from prefixflow.ranges import Range
-from prefixflow.schedule.eviction import RULES, Gap, choose_evictions, evicted_by, load_of
+from prefixflow.schedule.eviction import Gap, choose_evictions, load_of
 from prefixflow.schedule.memory import MemoryModel
-from prefixflow.schedule.ops import Kind, Op
-from prefixflow.schedule.replay import CacheReplay, kv_bytes_kept_to_end, replay_cache
+from prefixflow.schedule.ops import Op
+from prefixflow.schedule.replay import replay_cache
 from prefixflow.schedule.residency import (
     ActivationPolicy,
     Entry,
     EntryBytes,
     HostLink,
-    MemoryAction,
     MemoryPlan,
-    Move,
-    dormant_microbatches,
     entries_used,
     plan_memory,
 )
 from prefixflow.schedule.search import rank_table
-from prefixflow.testing.generate import stepwise_chains, two_level_groups
 from prefixflow.trajectories import Trajectory
 from tests.plan.groups import batch_of, batches, configs
 
@@ -122,7 +118,9 @@ def test_any_batch_within_any_budget(trajectories: list[Trajectory], config: Pla
     layers = data.draw(st.permutations([0, 1, 2, 1][: pipeline_size * num_chunks]))
     plan = build_plan(
         trajectories,
-        replace(config, pipeline_size=pipeline_size, num_chunks=num_chunks, stage_layers=(*layers[:-1], layers[-1] or 3)),
+        replace(
+            config, pipeline_size=pipeline_size, num_chunks=num_chunks, stage_layers=(*layers[:-1], layers[-1] or 3)
+        ),
     )
     model = replace(MODEL, element_bytes=data.draw(st.sampled_from([2, 4])), pipeline_parallel=pipeline_size)
     host = data.draw(st.sampled_from([SLOW_LINK, FAST_LINK]))
