@@ -459,7 +459,8 @@ class Comparison:
         self.plan = plan
         self.computed_tokens = 0
         self.context_bytes = self.context_bytes_planned = 0
-        self.cache_totals: list[CacheTotals] = []
+        self.cache_totals: Sequence[CacheTotals] = ()
+        self.host_bytes: Sequence[int] = ()
         self.steps: list[dict[str, Any]] = []
         self.first_grads: dict[str, Tensor] = {}
         self.first_logprobs: dict[int, np.ndarray] = {}
@@ -479,12 +480,13 @@ class Comparison:
         loss = float(objective.terms.loss) if objective.terms is not None else 0.0
         mine = (objective.trajectory_logprobs(), loss, runner.num_computed_tokens)
         moved = torch.tensor([runner.context_bytes, runner.context_bytes_planned])
+        totals = (runner.cache_totals, runner.arena.peak_bytes)
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (moved, runner.cache_totals, *mine, self.has_head, self.groups.data_rank))
+        dist.all_gather_object(everyone, (moved, totals, *mine, self.has_head, self.groups.data_rank))
         if dist.get_rank() != 0:
             return
         self.context_bytes, self.context_bytes_planned = sum(moved for moved, *_ in everyone).tolist()
-        self.cache_totals = [totals for _, totals, *_ in everyone]
+        self.cache_totals, self.host_bytes = zip(*(totals for _, totals, *_ in everyone), strict=True)
         # Ranks that hold the same trajectories (tensor and context parallel) report the same values: take one of each.
         distinct = {position: item for _, _, *item, scores, position in reversed(everyone) if scores}
         logprobs = {i: lp for item in distinct.values() for i, lp in item[0].items()}
@@ -540,7 +542,7 @@ class Comparison:
             "context_bytes": self.context_bytes,
             "context_bytes_planned": self.context_bytes_planned,
             "peak_kv_bytes": max(totals.peak_bytes for totals in self.cache_totals),
-            "host_bytes": max(totals.peak_host_bytes for totals in self.cache_totals),
+            "host_bytes": max(self.host_bytes),
             "evictions": sum(totals.num_evictions for totals in self.cache_totals),
             "streamed_parts": sum(totals.num_streams for totals in self.cache_totals),
             "recomputed_blocks": sum(totals.num_recomputes for totals in self.cache_totals),

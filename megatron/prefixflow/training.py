@@ -362,8 +362,9 @@ class Trainer(Scorer):
             is_counted=self.is_counted,
         ).reduce(self.device)
         # The reduction above has waited for every rank and every device.
-        seconds, peak = largest([time.perf_counter() - begin, torch.cuda.max_memory_allocated()], self.device)
-        facts = UpdateFacts(self.num_steps, norm, lr, seconds, round(peak))
+        held = (torch.cuda.max_memory_allocated(), self.runner.cache_totals.peak_bytes, self.runner.arena.peak_bytes)
+        seconds, *peaks = largest([time.perf_counter() - begin, *held], self.device)
+        facts = UpdateFacts(self.num_steps, norm, lr, seconds, *map(round, peaks))
         return step_metrics(facts, sums, work.plan, work.trajectories, self._router_facts())
 
     def _forward_backward(self, work: BatchWork) -> Objective:

@@ -54,13 +54,9 @@ class DeviceBytes:
 
 @dataclass(frozen=True, slots=True)
 class CacheTotals:
-    """What the caches of one rank did in one pass.
-
-    peak_bytes: most K/V and gK/gV on the device; peak_host_bytes: most of them on the host, where chunks had their peaks together.
-    """
+    """What the caches of one rank did in one pass; peak_bytes: most K/V and gK/gV on the device."""
 
     peak_bytes: int = 0
-    peak_host_bytes: int = 0
     num_evictions: int = 0
     num_fetches: int = 0
     num_recomputes: int = 0
@@ -70,7 +66,6 @@ class CacheTotals:
     def of(cls, caches: Sequence[KVCache], device: DeviceBytes) -> CacheTotals:
         return cls(
             peak_bytes=device.peak_bytes,
-            peak_host_bytes=sum(cache.peak_host_bytes for cache in caches),
             num_evictions=sum(cache.num_evictions for cache in caches),
             num_fetches=sum(cache.num_fetches for cache in caches),
             num_recomputes=sum(cache.num_recomputes for cache in caches),
