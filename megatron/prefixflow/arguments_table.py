@@ -461,7 +461,12 @@ OUR_ROWS: tuple[Row, ...] = (
         "where activations wait for their backward",
         choices=("auto", "keep", "offload", "recompute"),
     ),
-    _ours("--kv-budget-gib", float, None, "device memory for K/V and their gradients"),
+    _ours(
+        "--kv-budget-gib",
+        float,
+        None,
+        "device memory of a rank for cached K/V and their gradients; what exceeds it goes to the host",
+    ),
     _ours("--memory-budget-gib", float, None, "device memory that the plan may use"),
     _ours(
         "--context-parallel-kv",
