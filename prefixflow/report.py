@@ -22,7 +22,8 @@ from prefixflow.plan.cost import CostModel, MeasuredCosts
 from prefixflow.plan.layout import ParallelLayout, layers_per_stage
 from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, MERGED_PREFIX_TOKENS, MergeGroups, Plan, PlanConfig, PrefixReuse
 from prefixflow.plan.shapes import ModelShape
-from prefixflow.schedule.memory import MemoryModel, Phase, peak_bytes
+from prefixflow.schedule.memory import MemoryModel, Phase, Recompute
+from prefixflow.schedule.peak import peak_bytes
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
 from prefixflow.schedule.search import max_makespan, plan_pipeline, predicted_timeline, rank_table, stage_costs
 from prefixflow.trajectories import Trajectory, read_trajectories, routes_path, trajectory_files
@@ -285,7 +286,7 @@ def _planned_step(options: argparse.Namespace) -> PlannedStep:
         pipeline_parallel=layout.pp,
         context_parallel=layout.cp,
         expert_parallel=layout.ep * layout.etp,
-        full_recompute=options.recompute == "full",
+        recompute=Recompute(options.recompute),
     )
     return PlannedStep(plan_pipeline(trajectories, config), trajectories, memory)
 

@@ -25,7 +25,7 @@ from prefixflow.plan.cost import CostModel
 from prefixflow.plan.layout import ParallelLayout, layers_per_stage
 from prefixflow.plan.plan import MergeGroups, PlanConfig, PrefixReuse
 from prefixflow.runtime.loss import LossConfig
-from prefixflow.schedule.memory import MemoryModel
+from prefixflow.schedule.memory import MemoryModel, Recompute
 from prefixflow.schedule.residency import GIB, ActivationPolicy
 
 
@@ -234,18 +234,28 @@ def loss_config(args: Arguments) -> LossConfig:
     return LossConfig.of(**loss_options(args.values))
 
 
+def memory_model(args: Arguments, parallel: ParallelLayout) -> MemoryModel:
+    """The bytes that the plan counts with."""
+    return MemoryModel(
+        shape_of(args),
+        element_bytes=args.params_dtype.itemsize,
+        tensor_parallel=parallel.tp,
+        pipeline_parallel=parallel.pp,
+        context_parallel=parallel.cp,
+        expert_parallel=parallel.ep * parallel.etp,
+        recompute=Recompute(args.recompute_granularity or "none"),
+        sequence_parallel=bool(args.sequence_parallel),
+        stage_layers=layers_per_stage(**stage_options(args.values)),
+        padded_vocab_size=padded_vocab_size(args),
+        optimizer_shards=parallel.dp * parallel.cp if args.use_distributed_optimizer else 1,
+        fused=torch.cuda.is_available(),
+    )
+
+
 def memory_settings(args: Arguments, parallel: ParallelLayout) -> MemorySettings:
     """What the run may do for its memory, and the bytes that the plan counts with."""
     return MemorySettings(
-        model=MemoryModel(
-            shape_of(args),
-            element_bytes=args.params_dtype.itemsize,
-            tensor_parallel=parallel.tp,
-            pipeline_parallel=parallel.pp,
-            context_parallel=parallel.cp,
-            expert_parallel=parallel.ep * parallel.etp,
-            full_recompute=args.recompute_granularity == "full",
-        ),
+        model=memory_model(args, parallel),
         # Without a budget for everything there is nothing to fit: keeping costs no time.
         prefix_memory=ActivationPolicy("keep" if args.prefix_memory == "auto" else args.prefix_memory),
         kv_budget_bytes=None if args.kv_budget_gib is None else round(args.kv_budget_gib * GIB),

@@ -19,8 +19,9 @@ import numpy as np
 from prefixflow.forest.forest import Forest, Segment
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.plan import Plan
-from prefixflow.schedule.memory import MemoryModel, MemoryPoint, Phase, memory_curve
+from prefixflow.schedule.memory import MemoryModel, Phase
 from prefixflow.schedule.ops import Kind, Op
+from prefixflow.schedule.peak import MemoryPoint, memory_curve
 from prefixflow.schedule.search import predicted_timeline
 from prefixflow.schedule.simulate import Timeline
 from prefixflow.trajectories.types import Trajectory
