@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
+import pytest
+
+from megatron.prefixflow.arguments import parallel_layout, parse_arguments
+from prefixflow.runtime.world import Worlds
+from prefixflow.schedule.memory import Holder, Phase
 from prefixflow.testing.generate import Style, stepwise_chains, trees, two_level_groups
 from prefixflow.trajectories import Trajectory
 
+TIMEOUT_S = 300.0
 TOLERANCE = 0.10
 STYLE = Style(vocab_size=500)
 
@@ -50,3 +57,59 @@ CELLS = (
     ),
     Cell("cache budget", _group(240, 40, 6, 3), "--model tiny --max-tokens 128 --pp 2 --kv-budget-gib 0.001"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Measured and predicted bytes of one rank in each phase, beyond the state; measured and predicted state."""
+
+    measured: dict[Phase, int]
+    predicted: dict[Phase, int]
+    measured_state: int
+    predicted_state: int
+    measured_holders: dict[Holder, int]
+    predicted_holders: dict[Holder, int]
+    host_bytes: int
+
+
+def measure(cell: Cell) -> RankMemory:
+    """One training pass of a cell on this rank, after one that pays for what is made once."""
+    from megatron.prefixflow.bench import Bench, Job
+    from megatron.prefixflow.peaks import measured_memory, predicted_memory, state_bytes
+
+    bench = Bench(Job(tuple(shlex.split(cell.command)), None, (), 1, 1))
+    reuse = bench.args.prefix_reuse if bench.args.was_given("prefix_reuse") else "on"
+    plan = bench.plan(cell.trajectories, reuse)
+    bench.step(plan, cell.trajectories)
+    with measured_memory(bench.runner, plan) as measured:
+        bench.step(plan, cell.trajectories)
+    groups, settings = bench.groups, bench.runner.memory
+    assert settings is not None
+    curve = predicted_memory(settings, plan, cell.trajectories, groups.data_rank, groups.pipeline_rank)
+    state = settings.model.state(groups.pipeline_rank)
+    return RankMemory(
+        measured=measured.phases,
+        predicted={phase: max(p.total_bytes for p in curve if p.phase is phase) for phase in measured.phases},
+        measured_state=state_bytes(bench.ddp),
+        predicted_state=state[Holder.WEIGHTS] + state[Holder.GRADIENTS],
+        measured_holders=measured.by_holder,
+        predicted_holders=max(curve, key=lambda p: p.total_bytes).by_holder,
+        host_bytes=max(p.host for p in curve),
+    )
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] if c.slow else []) for c in CELLS]
+)
+def test_prediction_is_near_the_measurement(cell: Cell, worlds: Worlds) -> None:
+    """On every pipeline stage: of the whole step and of each phase."""
+    layout = parallel_layout(parse_arguments(shlex.split(cell.command)))
+    for rank, memory in enumerate(worlds[layout.world_size].run(measure, cell, timeout_s=TIMEOUT_S)):
+        peak = max(memory.measured.values())
+        assert max(memory.predicted.values()) == pytest.approx(peak, rel=TOLERANCE), f"rank {rank}"
+        for phase, num_bytes in memory.measured.items():
+            assert memory.predicted[phase] == pytest.approx(num_bytes, rel=TOLERANCE), f"rank {rank}, phase {phase}"
+        assert memory.predicted_state == pytest.approx(memory.measured_state, rel=0.01)
+        for holder in (Holder.KEYS_VALUES, Holder.KV_GRADIENTS):
+            measured = memory.measured_holders.get(holder, 0)
+            assert memory.predicted_holders[holder] == pytest.approx(measured, abs=0.02 * peak), f"rank {rank}, {holder}"
