@@ -10,6 +10,7 @@ K/V that a kept graph holds anyway, because the cache shares their memory, count
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,8 @@ class MemoryPoint:
     """Bytes alive at the largest moment of an operation, by what holds them; the state comes on top, the host apart.
 
     activations: kept for a backward still to come; keys_values, gradients: of the cache; logits; communication: messages
-    between stages; working: what the operation itself makes and drops.
+    between stages; working: what the operation itself makes and drops. host: in host memory; offloaded: activations that
+    this operation sends there.
     """
 
     op: Op
@@ -39,6 +41,7 @@ class MemoryPoint:
     logits: int = 0
     communication: int = 0
     host: int = 0
+    offloaded: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -104,7 +107,9 @@ class _Layer:
     rerun_rise: int
 
     @classmethod
+    @functools.lru_cache(maxsize=65_536)
     def of(cls, sizes: LayerSizes, *, selective: bool, takes: bool) -> _Layer:
+        """Walked once for microbatches that are alike."""
         def ledger_of(*steps: str, graph: bool = True, streamed: bool = False, keeps: bool = False) -> Ledger:
             ledger = Ledger()
             walk = LayerFootprint(sizes, ledger, is_streamed=streamed)
@@ -161,6 +166,7 @@ class _Walk:
         self.lengths = [len(segment) for segment in plan.forest.segments]
         self.rows = self.lengths if rows is None else rows
         self.kept: dict[tuple[int, int], int] = {}
+        self.parked: dict[tuple[int, int], int] = {}
         self.shared: dict[tuple[int, int], int] = {}
         self.gradients = 0
         self.messages = self._next_messages()
@@ -297,7 +303,8 @@ class _Walk:
             working=working + self.fixed,
             logits=logits,
             communication=self.messages[place],
-            host=cache.host,
+            host=cache.host + sum(self.parked.values()),
+            offloaded=self.parked.get((op.stage, op.microbatch), 0) if op.kind is Kind.FORWARD else 0,
         )
 
     def _follows_at_once(self, place: int, op: Op) -> bool:
@@ -338,6 +345,8 @@ class _Walk:
             table = self.memory.vocab_rows * self.memory.shape.hidden_size * self.memory.wide_bytes
             moments.append((0, table + self._wide_x(m), 0))
         kept_now, working, logits = max(moments, key=sum)
+        if policy is ActivationPolicy.OFFLOAD:
+            self.parked[op.stage, op.microbatch] = self._kept(op, m) + rows
         point = self._point(
             place, op, m, cache, kept=kept_now, working=working, logits=logits, gradients=cache.gradients
         )
@@ -357,7 +366,7 @@ class _Walk:
 
     def _backward(self, place: int, op: Op, m: Microbatch, cache: CachePoint) -> MemoryPoint:
         key = op.stage, op.microbatch
-        waiting = self.kept.pop(key)
+        del self.kept[key]
         self.shared.pop(key, None)
         body, policy, x = self._body(op, m), self._policy(op), self._x(m)
         is_last = self._is_last(op.stage)
@@ -400,9 +409,11 @@ class _Walk:
             table = self.memory.vocab_rows * self.memory.shape.hidden_size * self.memory.element_bytes
             moments.append((remaining, rows + 2 * x + table, 0, new))
         kept, working, logits, gradients = max(moments, key=sum)
-        return self._point(
+        point = self._point(
             place, op, m, cache, kept=kept, working=working, logits=logits, gradients=cache.gradients - new + gradients
         )
+        self.parked.pop(key, None)
+        return point
 
     def _taken(self, op: Op, m: Microbatch) -> int:
         """gK/gV that leave the cache with an operation."""
