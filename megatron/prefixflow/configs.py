@@ -25,6 +25,7 @@ from prefixflow.plan.cost import CostModel
 from prefixflow.plan.layout import ParallelLayout, layers_per_stage
 from prefixflow.plan.plan import MergeGroups, PlanConfig, PrefixReuse
 from prefixflow.runtime.loss import LossConfig
+from prefixflow.schedule.fit import AUTO, MemoryChoice
 from prefixflow.schedule.memory import MemoryModel, Recompute
 from prefixflow.schedule.residency import GIB, ActivationPolicy
 
@@ -254,12 +255,19 @@ def memory_model(args: Arguments, parallel: ParallelLayout) -> MemoryModel:
 
 def memory_settings(args: Arguments, parallel: ParallelLayout) -> MemorySettings:
     """What the run may do for its memory, and the bytes that the plan counts with."""
+    policy = args.prefix_memory
+    # Without a budget for everything there is nothing to fit: keeping costs no time.
+    unfitted = ActivationPolicy("keep" if policy == "auto" else policy)
     return MemorySettings(
         model=memory_model(args, parallel),
-        # Without a budget for everything there is nothing to fit: keeping costs no time.
-        prefix_memory=ActivationPolicy("keep" if args.prefix_memory == "auto" else args.prefix_memory),
-        kv_budget_bytes=None if args.kv_budget_gib is None else round(args.kv_budget_gib * GIB),
+        choice=MemoryChoice(unfitted, kv_budget_bytes=_bytes(args.kv_budget_gib)),
+        budget_bytes=_bytes(args.memory_budget_gib),
+        policies=AUTO if policy == "auto" else (unfitted,),
     )
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else round(gib * GIB)
 
 
 def startup_lines(args: Arguments, parallel: ParallelLayout) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 Counts and sums run over data-parallel ranks, so tensor- and context-parallel copies do not count twice. `time_forward_s` and
 `time_backward_s` are sums over all ranks of the time inside F and B operations; `time_s` is the step's own
-duration and `peak_bytes` the memory peak, both of the rank with the largest.
+duration and `peak_bytes` the memory peak (`megatron.prefixflow.peaks`), both of the rank with the largest.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StepMetrics:
     time_backward_s: float
     tokens_per_s: float
     peak_bytes: int
-    peak_bytes_predicted: int | None
+    peak_bytes_predicted: int
     route_mismatch: float | None
     fallback: int
     load_balancing_loss: float | None
@@ -222,6 +222,7 @@ class UpdateFacts:
     lr: float
     time_s: float
     peak_bytes: int
+    peak_bytes_predicted: int
     peak_kv_bytes: int
     host_bytes: int
 
@@ -265,7 +266,7 @@ def step_metrics(
         time_backward_s=sums.backward_s,
         tokens_per_s=logical / facts.time_s,
         peak_bytes=facts.peak_bytes,
-        peak_bytes_predicted=None,
+        peak_bytes_predicted=facts.peak_bytes_predicted,
         load_balancing_loss=_ratio(sums.load_balancing, routers.num_layers * routers.losses.load_balancing)
         if routers
         else None,

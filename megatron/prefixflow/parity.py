@@ -49,7 +49,6 @@ from megatron.prefixflow.gradients import clip_gradients, gradient_norm, reduce_
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.model import build_model, wrap_data_parallel
 from megatron.prefixflow.overlap import EarlyReduction
-from megatron.prefixflow.planning import plan_step
 from megatron.prefixflow.reference import (
     Reference,
     UpdateSettings,
@@ -345,7 +344,7 @@ def run_reuse(
     )
     runner.reduction = EarlyReduction.of(ddp, groups)
     loss = loss_config(args)
-    plan = plan_step(
+    plan = runner.plan(
         trajectories,
         plan_config(args, parallel),
         loss,

@@ -13,7 +13,7 @@ import torch
 from megatron.prefixflow.context import kv_traffic
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.overlap import EarlyReduction
-from megatron.prefixflow.planning import MemorySettings
+from megatron.prefixflow.planning import MemorySettings, fit_step, plan_step
 from megatron.prefixflow.router import has_router_terms
 from megatron.prefixflow.routing import (
     RouterTotals,
@@ -26,7 +26,7 @@ from megatron.prefixflow.routing import (
 from megatron.prefixflow.stage import StageRunner, Workload
 from prefixflow.forest import Forest
 from prefixflow.plan.microbatch import Microbatch
-from prefixflow.plan.plan import Plan
+from prefixflow.plan.plan import Plan, PlanConfig
 from prefixflow.runtime.attention.kernels import AttentionKernel
 from prefixflow.runtime.cache import CacheTotals, DeviceBytes, KVCache
 from prefixflow.runtime.context import ContextParallel
@@ -107,6 +107,22 @@ class StepRunner:
     def cache_totals(self) -> CacheTotals:
         """Of the last pass, on this rank."""
         return CacheTotals.of(self.caches, self._kv_bytes)
+
+    def plan(
+        self,
+        trajectories: Sequence[Trajectory],
+        config: PlanConfig,
+        loss: LossConfig,
+        *,
+        skip_zero_advantage: bool = False,
+    ) -> Plan:
+        """Plan a step, the same on all ranks. Under a memory budget passes are run from here on as was chosen for it."""
+        if self.memory is None or self.memory.budget_bytes is None:
+            return plan_step(trajectories, config, loss, skip_zero_advantage=skip_zero_advantage)
+        plan, self.memory = fit_step(
+            trajectories, config, loss, self.memory, skip_zero_advantage=skip_zero_advantage
+        )
+        return plan
 
     def forward_backward(
         self,

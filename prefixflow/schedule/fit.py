@@ -35,6 +35,7 @@ from prefixflow.trajectories.types import Trajectory
 
 GIB = 1 << 30
 SMALLEST_TOKEN_BUDGET = 64
+MOST_DISTANCES = 8
 CACHE_SHARES = (0.5, 0.25, 0.125)
 """Budgets of K/V and gK/gV that are tried, of their peak without one."""
 AUTO = (ActivationPolicy.OFFLOAD, ActivationPolicy.RECOMPUTE)
@@ -211,7 +212,7 @@ def _choices(
         yield kept
         if kept.largest_bytes <= budget_bytes or kept.time >= best_time:
             return
-    distances = judge.distances(plan)
+    distances = _thinned(judge.distances(plan))
     for policy in policies:
         if policy is ActivationPolicy.KEEP or not distances:
             continue
@@ -225,6 +226,12 @@ def _choices(
                 continue
             yield _fewest(judge, plan, most, distances, budget_bytes)
             break
+
+
+def _thinned(distances: Sequence[int]) -> list[int]:
+    """At most MOST_DISTANCES of them, evenly, the last one included: each costs a walk over all rows."""
+    step = max(1, -(-len(distances) // MOST_DISTANCES))
+    return list(distances[::-1][::step][::-1])
 
 
 def _fewest(judge: _Judge, plan: Plan, most: Fit, distances: Sequence[int], budget_bytes: int) -> Fit:
