@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,24 @@ from prefixflow.plan.cost import CostModel, MeasuredCosts
 from prefixflow.plan.layout import ParallelLayout, layers_per_stage
 from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, MERGED_PREFIX_TOKENS, MergeGroups, Plan, PlanConfig, PrefixReuse
 from prefixflow.plan.shapes import ModelShape
-from prefixflow.schedule.memory import MemoryModel, Phase, Recompute
-from prefixflow.schedule.peak import peak_bytes
+from prefixflow.schedule.capacity import LARGEST_GROUP, GroupShape, find_capacity
+from prefixflow.schedule.fit import AUTO, GIB, MemoryChoice, fit_plan
+from prefixflow.schedule.memory import STATE, Holder, MemoryModel, Phase, Recompute
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
+from prefixflow.schedule.peak import MemoryPoint
+from prefixflow.schedule.residency import ActivationPolicy
 from prefixflow.schedule.search import max_makespan, plan_pipeline, predicted_timeline, rank_table, stage_costs
 from prefixflow.trajectories import Trajectory, read_trajectories, routes_path, trajectory_files
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-NOT_BUILT_YET = {
-    "memory_budget_gib": "the memory plan",
-    "capacity": "the memory plan",
-}
-
-
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """The figures of one plan, under the names of the JSON output."""
+    """The figures of one plan, under the names of the JSON output.
+
+    peak_bytes: by phase, state included, largest over ranks. state_bytes: by holder, of the pipeline rank with most.
+    peak_by_stage: for each pipeline rank its largest moment of each phase by holder, state left out, largest over
+    data-parallel ranks; `host` in host memory. memory: how the step is run within memory.
+    """
 
     logical_tokens: int
     computed_tokens: int
@@ -58,6 +61,9 @@ class PlanReport:
     rank_loads: tuple[float, ...]
     split_loss_tokens: int
     peak_bytes: dict[str, int]
+    state_bytes: dict[str, int]
+    peak_by_stage: tuple[dict[str, dict[str, int]], ...]
+    memory: str
     digest: str
     context_bytes: int
 
@@ -65,16 +71,16 @@ class PlanReport:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-def report_plan(
-    plan: Plan, trajectories: Sequence[Trajectory], memory: MemoryModel, *, recomputes_attention: bool = False
-) -> PlanReport:
-    """Figures of `plan`; leads, makespans and peaks are the largest over data-parallel ranks.
+def report_plan(step: PlannedStep, *, recomputes_attention: bool = False) -> PlanReport:
+    """Figures of a plan; leads, makespans and peaks are the largest over data-parallel ranks.
 
     recomputes_attention: a backward gathers K/V again, under full and under selective recomputation.
     """
+    plan, trajectories, memory = step.plan, step.trajectories, step.memory
     tables = [rank_table(plan, rank) for rank in range(len(plan.ranks))]
     leads = [lead(forwards_needed(backward_order(table.reads))) for table in tables]
-    peaks = [peak_bytes(plan, rank, row, memory) for rank, table in enumerate(tables) for row in table.rows]
+    by_stage = _largest_moments(step)
+    states = [memory.state(rank) for rank in range(memory.pipeline_parallel)]
     rows = segment_row_counts(plan.forest, trajectories)
     timelines = [predicted_timeline(plan, rank, rows) for rank in range(len(tables))]
     slowest = max(timelines, key=lambda timeline: timeline.makespan)
@@ -98,10 +104,36 @@ def report_plan(
         pipeline_efficiency=slowest.efficiency,
         rank_loads=plan.rank_loads,
         split_loss_tokens=plan.split_loss_tokens,
-        peak_bytes={phase.value: max(p[phase] for p in peaks) for phase in Phase},
+        peak_bytes={
+            phase.value: max(
+                sum(state.values()) + (moments[phase].total_bytes if phase in moments else 0)
+                for state, moments in zip(states, by_stage, strict=True)
+            )
+            for phase in Phase
+        },
+        state_bytes={h.value: n for h, n in max(states, key=lambda state: sum(state.values())).items()},
+        peak_by_stage=tuple(
+            {
+                phase.value: {**{h.value: n for h, n in point.by_holder.items()}, "host": point.host}
+                for phase, point in moments.items()
+            }
+            for moments in by_stage
+        ),
+        memory=f"at most {plan.config.max_tokens_per_microbatch} tokens a microbatch, {step.choice.describe()}",
         digest=plan.digest,
         context_bytes=_context_bytes(plan, memory, recomputes_attention=recomputes_attention),
     )
+
+
+def _largest_moments(step: PlannedStep) -> list[dict[Phase, MemoryPoint]]:
+    """Of each pipeline rank in each phase, over data-parallel ranks."""
+    moments: list[dict[Phase, MemoryPoint]] = [{} for _ in range(step.memory.pipeline_parallel)]
+    for data_rank in range(len(step.plan.ranks)):
+        for largest, curve in zip(moments, step.curves(data_rank), strict=True):
+            for point in curve:
+                if point.phase not in largest or point.total_bytes > largest[point.phase].total_bytes:
+                    largest[point.phase] = point
+    return moments
 
 
 def _context_bytes(plan: Plan, memory: MemoryModel, *, recomputes_attention: bool) -> int:
@@ -181,8 +213,22 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=list(ELEMENT_BYTES), default="bfloat16")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
-    parser.add_argument("--memory-budget-gib", type=float, metavar="X", help="not built yet")
-    parser.add_argument("--capacity", action="store_true", help="not built yet")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="whose kernels memory is predicted for: fused ones, or torch's own on the CPU",
+    )
+    parser.add_argument("--prefix-memory", choices=("auto", *(p.value for p in ActivationPolicy)), default="auto")
+    parser.add_argument("--kv-budget-gib", type=float, metavar="X", help="device memory for K/V and their gradients")
+    parser.add_argument(
+        "--memory-budget-gib", type=float, metavar="X", help="memory of one device, everything counted, that the step must fit"
+    )
+    parser.add_argument(
+        "--capacity",
+        action="store_true",
+        help="longest prefix and largest group of the file's typical shape that fit --memory-budget-gib, by policy",
+    )
     parser.add_argument("--html", metavar="OUT.html", help="draw forest, schedule, balance and memory on one page")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
@@ -190,11 +236,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def run_plan(options: argparse.Namespace) -> int:
     """Print the report; 2 with a sentence where the file or the arguments cannot be planned."""
     try:
-        _refuse_unbuilt(options)
+        _check_budgets(options)
         _check_page_path(options)
+        if options.capacity:
+            return _print_capacity(options)
         step = _planned_step(options)
-        recomputes = options.recompute != "none"
-        report = report_plan(step.plan, step.trajectories, step.memory, recomputes_attention=recomputes)
+        report = report_plan(step, recomputes_attention=options.recompute != "none")
         if options.html:
             write_page(options.html, _page_text(report, options), step)
     except (ValueError, OSError) as error:
@@ -204,15 +251,16 @@ def run_plan(options: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict()))
     else:
         Console().print(_table(report, options))
+        Console().print(_memory_table(report))
     return 0
 
 
-def _refuse_unbuilt(options: argparse.Namespace) -> None:
-    for name, part in NOT_BUILT_YET.items():
-        value = getattr(options, name)
-        if value not in (None, False):
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} is not built yet: it belongs to {part}. Way out: leave it out.")
+def _check_budgets(options: argparse.Namespace) -> None:
+    for flag, value in (("--memory-budget-gib", options.memory_budget_gib), ("--kv-budget-gib", options.kv_budget_gib)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{flag} is {value}, expected a number of GiB above 0; leave it out for no limit.")
+    if options.capacity and options.memory_budget_gib is None:
+        raise ValueError("--capacity needs --memory-budget-gib: what fits depends on it.")
 
 
 def _check_page_path(options: argparse.Namespace) -> None:
@@ -241,7 +289,16 @@ def _check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
             )
 
 
-def _planned_step(options: argparse.Namespace) -> PlannedStep:
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """What is planned, before it is."""
+
+    trajectories: Sequence[Trajectory]
+    config: PlanConfig
+    memory: MemoryModel
+
+
+def _setting(options: argparse.Namespace) -> _Setting:
     shape = ModelShape.load(options.model)
     if not shape.is_moe and options.ep * options.etp > 1:
         raise ValueError(
@@ -287,8 +344,51 @@ def _planned_step(options: argparse.Namespace) -> PlannedStep:
         context_parallel=layout.cp,
         expert_parallel=layout.ep * layout.etp,
         recompute=Recompute(options.recompute),
+        sequence_parallel=options.sequence_parallel,
+        stage_layers=config.stage_layers,
+        fused=options.device == "cuda",
     )
-    return PlannedStep(plan_pipeline(trajectories, config), trajectories, memory)
+    return _Setting(trajectories, config, memory)
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else round(gib * GIB)
+
+
+def _planned_step(options: argparse.Namespace) -> PlannedStep:
+    setting = _setting(options)
+    trajectories, config, memory = setting.trajectories, setting.config, setting.memory
+    is_auto = options.prefix_memory == "auto"
+    policy = ActivationPolicy.KEEP if is_auto else ActivationPolicy(options.prefix_memory)
+    kv_budget, budget = _bytes(options.kv_budget_gib), _bytes(options.memory_budget_gib)
+    if budget is None:
+        choice = MemoryChoice(policy, kv_budget_bytes=kv_budget)
+        return PlannedStep(plan_pipeline(trajectories, config), trajectories, memory, choice)
+    policies = AUTO if is_auto else (policy,)
+    fit = fit_plan(trajectories, config, memory, budget, policies=policies, kv_budget_bytes=kv_budget)
+    return PlannedStep(fit.plan, trajectories, memory, fit.choice)
+
+
+def _print_capacity(options: argparse.Namespace) -> int:
+    setting = _setting(options)
+    group = GroupShape.typical(setting.trajectories)
+    found = find_capacity(group, setting.config, setting.memory, round(options.memory_budget_gib * GIB))
+    if options.json:
+        ways = [{"way": c.way.name, "prefix_tokens": c.prefix_tokens, "group_size": c.group_size} for c in found]
+        print(json.dumps({"group": asdict(group), "memory_budget_gib": options.memory_budget_gib, "capacity": ways}))
+        return 0
+    table = Table(
+        title=f"what fits {options.memory_budget_gib:g} GiB, model {options.model}: groups of {group.size}, prefix "
+        f"{group.prefix_tokens:,}, suffix {group.suffix_tokens:,} tokens"
+    )
+    for name in ("way", "longest prefix", "largest group"):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for c in found:
+        longest = f"{c.prefix_tokens:,}" if c.prefix_tokens else "nothing fits"
+        most = f"at least {c.group_size:,}" if c.group_size == LARGEST_GROUP else f"{c.group_size or 'nothing fits'}"
+        table.add_row(c.way.name, longest, most)
+    Console().print(table)
+    return 0
 
 
 def headline(report: PlanReport, options: argparse.Namespace) -> str:
@@ -339,6 +439,20 @@ def _table(report: PlanReport, options: argparse.Namespace) -> Table:
     return table
 
 
+def _memory_table(report: PlanReport) -> Table:
+    """Predicted bytes by pipeline rank, phase and holder."""
+    holders = [h.value for h in Holder if h not in STATE] + ["host"]
+    table = Table(title=f"predicted memory beyond the state of {sum(report.state_bytes.values()) / GIB:.2f} GiB, in GiB")
+    for name in ("stage", "phase", *(h.replace("_", " ") for h in holders), "sum"):
+        table.add_column(name, justify="right")
+    for stage, moments in enumerate(report.peak_by_stage):
+        for phase, by_holder in moments.items():
+            total = sum(n for h, n in by_holder.items() if h != "host")
+            cells = [f"{by_holder[h] / GIB:.3f}" for h in holders]
+            table.add_row(str(stage), phase, *cells, f"{total / GIB:.3f}")
+    return table
+
+
 def _numbers(report: PlanReport, options: argparse.Namespace) -> dict[str, str]:
     """The figures for people, by name; the terminal and the page show the same."""
     loads = report.rank_loads
@@ -366,6 +480,7 @@ def _numbers(report: PlanReport, options: argparse.Namespace) -> dict[str, str]:
         "balance": f"most loaded rank {max(loads) / mean:.2f} of the mean over {len(loads)}"
         + (f", {report.split_loss_tokens:,} positions repeated by splits" if report.split_loss_tokens else ""),
         "peak memory": ", ".join(f"{phase} {size / 2**30:.2f} GiB" for phase, size in report.peak_bytes.items()),
+        "memory": report.memory,
         **context,
         "digest": report.digest,
     }

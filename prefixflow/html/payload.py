@@ -19,10 +19,11 @@ import numpy as np
 from prefixflow.forest.forest import Forest, Segment
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.plan import Plan
+from prefixflow.schedule.fit import MemoryChoice
 from prefixflow.schedule.memory import MemoryModel, Phase
 from prefixflow.schedule.ops import Kind, Op
 from prefixflow.schedule.peak import MemoryPoint, memory_curve
-from prefixflow.schedule.search import predicted_timeline
+from prefixflow.schedule.search import predicted_timeline, rank_table
 from prefixflow.schedule.simulate import Timeline
 from prefixflow.trajectories.types import Trajectory
 
@@ -43,6 +44,24 @@ class PlannedStep:
     plan: Plan
     trajectories: Sequence[Trajectory]
     memory: MemoryModel
+    choice: MemoryChoice = MemoryChoice()
+
+    def curves(self, data_rank: int, rows: Sequence[Sequence[Op]] | None = None) -> tuple[tuple[MemoryPoint, ...], ...]:
+        """Memory along the row of each pipeline rank of a data-parallel rank, or along the first operations of each."""
+        head_rows = segment_row_counts(self.plan.forest, self.trajectories)
+        return tuple(
+            memory_curve(
+                self.plan,
+                data_rank,
+                row,
+                self.memory,
+                rows=head_rows,
+                memory_plan=self.choice.memory_plan(
+                    self.plan, data_rank, pipeline_rank, self.memory, None, training=True
+                ),
+            )[: None if rows is None else len(rows[pipeline_rank])]
+            for pipeline_rank, row in enumerate(rank_table(self.plan, data_rank).rows)
+        )
 
 
 def payload(step: PlannedStep) -> dict[str, Any]:
@@ -168,7 +187,7 @@ def _drawn(step: PlannedStep, rank: int, timeline: Timeline, makespan: float, nu
     num_rows = len(timeline.spans)
     longest_row = MAX_OPERATIONS // num_rows
     spans = [row[:longest_row] for row in timeline.spans]
-    curves = [memory_curve(step.plan, rank, [op for op, _, _ in row], step.memory) for row in spans]
+    curves = step.curves(rank, [[op for op, _, _ in row] for row in spans])
     top = max((point.total_bytes for curve in curves for point in curve), default=0)
     level_bytes = max(1, math.ceil(top / MEMORY_LEVELS))
     most_points = min(MAX_ROW_MEMORY_POINTS, max(1, MAX_MEMORY_POINTS // (num_rows * num_drawn)))

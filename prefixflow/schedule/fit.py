@@ -130,7 +130,7 @@ def fit_plan(
     Raises:
         ValueError: nothing fits; the message says by how much, and what would. And what planning raises.
     """
-    judge = _Judge(trajectories, memory, host or HostLink())
+    judge = Judge(trajectories, memory, host)
     best: Fit | None = None
     least: Fit | None = None
     for plan in _plans(trajectories, config, omit):
@@ -199,7 +199,7 @@ def _token_budgets(config: PlanConfig) -> Iterator[int]:
 
 
 def _choices(
-    judge: _Judge,
+    judge: Judge,
     plan: Plan,
     budget_bytes: int,
     policies: Sequence[ActivationPolicy],
@@ -234,7 +234,7 @@ def _thinned(distances: Sequence[int]) -> list[int]:
     return list(distances[::-1][::step][::-1])
 
 
-def _fewest(judge: _Judge, plan: Plan, most: Fit, distances: Sequence[int], budget_bytes: int) -> Fit:
+def _fewest(judge: Judge, plan: Plan, most: Fit, distances: Sequence[int], budget_bytes: int) -> Fit:
     """As few distances, from the longest, as fit; `most` takes all of them and fits."""
     low, high, best = 0, len(distances) - 1, most
     while low < high:
@@ -247,13 +247,15 @@ def _fewest(judge: _Judge, plan: Plan, most: Fit, distances: Sequence[int], budg
     return best
 
 
-class _Judge:
+class Judge:
     """Peaks and times of ways to run plans of one batch."""
 
-    def __init__(self, trajectories: Sequence[Trajectory], memory: MemoryModel, host: HostLink) -> None:
+    def __init__(
+        self, trajectories: Sequence[Trajectory], memory: MemoryModel, host: HostLink | None = None
+    ) -> None:
         self.trajectories = trajectories
         self.memory = memory
-        self.host = host
+        self.host = host or HostLink()
 
     def distances(self, plan: Plan) -> list[int]:
         """Of dormant microbatches on any rank, falling, each once."""
