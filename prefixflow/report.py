@@ -25,7 +25,7 @@ from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, MERGED_PREFIX_TOKENS, Merge
 from prefixflow.plan.shapes import ModelShape
 from prefixflow.schedule.capacity import LARGEST_GROUP, GroupShape, find_capacity
 from prefixflow.schedule.fit import AUTO, GIB, MemoryChoice, fit_plan
-from prefixflow.schedule.memory import STATE, Holder, MemoryModel, Phase, Recompute
+from prefixflow.schedule.memory import Holder, MemoryModel, Phase, Recompute
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
 from prefixflow.schedule.peak import MemoryPoint
 from prefixflow.schedule.residency import ActivationPolicy
@@ -33,6 +33,8 @@ from prefixflow.schedule.search import max_makespan, plan_pipeline, predicted_ti
 from prefixflow.trajectories import Trajectory, read_trajectories, routes_path, trajectory_files
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
 @dataclass(frozen=True, slots=True)
 class PlanReport:
     """The figures of one plan, under the names of the JSON output.
@@ -222,7 +224,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix-memory", choices=("auto", *(p.value for p in ActivationPolicy)), default="auto")
     parser.add_argument("--kv-budget-gib", type=float, metavar="X", help="device memory for K/V and their gradients")
     parser.add_argument(
-        "--memory-budget-gib", type=float, metavar="X", help="memory of one device, everything counted, that the step must fit"
+        "--memory-budget-gib",
+        type=float,
+        metavar="X",
+        help="memory of one device, everything counted, that the step must fit",
     )
     parser.add_argument(
         "--capacity",
@@ -385,6 +390,8 @@ def _print_capacity(options: argparse.Namespace) -> int:
         table.add_column(name, justify="left" if name == "way" else "right")
     for c in found:
         longest = f"{c.prefix_tokens:,}" if c.prefix_tokens else "nothing fits"
+        if c.prefix_tokens == setting.memory.shape.max_positions - group.suffix_tokens:
+            longest += ", all positions"
         most = f"at least {c.group_size:,}" if c.group_size == LARGEST_GROUP else f"{c.group_size or 'nothing fits'}"
         table.add_row(c.way.name, longest, most)
     Console().print(table)
@@ -439,17 +446,28 @@ def _table(report: PlanReport, options: argparse.Namespace) -> Table:
     return table
 
 
+HOLDER_TITLES = {
+    Holder.ACTIVATIONS: "kept",
+    Holder.KEYS_VALUES: "K/V",
+    Holder.KV_GRADIENTS: "gK/gV",
+    Holder.LOGITS: "logits",
+    Holder.COMMUNICATION: "messages",
+    Holder.WORKING: "working",
+}
+
+
 def _memory_table(report: PlanReport) -> Table:
     """Predicted bytes by pipeline rank, phase and holder."""
-    holders = [h.value for h in Holder if h not in STATE] + ["host"]
-    table = Table(title=f"predicted memory beyond the state of {sum(report.state_bytes.values()) / GIB:.2f} GiB, in GiB")
-    for name in ("stage", "phase", *(h.replace("_", " ") for h in holders), "sum"):
+    sums = [sum(row.values()) - row["host"] for moments in report.peak_by_stage for row in moments.values()]
+    unit, scale = ("GiB", GIB) if max(sums, default=0) >= GIB else ("MiB", GIB // 1024)
+    state = ", ".join(f"{name} {size / scale:,.1f}" for name, size in report.state_bytes.items())
+    table = Table(title=f"memory in {unit}: {state}, and beyond them")
+    for name in ("stage", "phase", *HOLDER_TITLES.values(), "sum", "host"):
         table.add_column(name, justify="right")
     for stage, moments in enumerate(report.peak_by_stage):
-        for phase, by_holder in moments.items():
-            total = sum(n for h, n in by_holder.items() if h != "host")
-            cells = [f"{by_holder[h] / GIB:.3f}" for h in holders]
-            table.add_row(str(stage), phase, *cells, f"{total / GIB:.3f}")
+        for phase, row in moments.items():
+            held = [row[holder.value] for holder in HOLDER_TITLES]
+            table.add_row(str(stage), phase, *(f"{n / scale:,.1f}" for n in (*held, sum(held), row["host"])))
     return table
 
 

@@ -166,7 +166,9 @@ def _fitted_memory(job: Job) -> str | None:
     for batch in job.batches:
         omit = zero_weight(batch, loss_config(job.args)) if skips else frozenset()
         plan, fitted = settings.fitted(batch, config, omit)
-        chosen.append(f"at most {plan.config.max_tokens_per_microbatch} tokens a microbatch, {fitted.choice.describe()}")
+        chosen.append(
+            f"at most {plan.config.max_tokens_per_microbatch} tokens a microbatch, {fitted.choice.describe()}"
+        )
     ways = "; ".join(dict.fromkeys(chosen))
     return f"memory: budget {job.args.memory_budget_gib:g} GiB; {ways}"
 

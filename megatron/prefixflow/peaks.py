@@ -78,12 +78,12 @@ def predicted_memory(
 def state_bytes(ddp: Sequence[Any], optimizer: Any = None) -> int:
     """Of weights, gradient buffers and, after its first step, the optimizer."""
     tensors = [p.data for chunk in ddp for p in chunk.parameters()]
-    tensors += [
-        buffer.grad_data for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
+    tensors += [buffer.grad_data for chunk in ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     for part in getattr(optimizer, "chained_optimizers", [optimizer] if optimizer is not None else []):
         inner = getattr(part, "optimizer", None) or part
         tensors += [p.data for group in inner.param_groups for p in group["params"]]
-        tensors += [value for state in inner.state.values() for value in state.values() if hasattr(value, "untyped_storage")]
+        tensors += [
+            value for state in inner.state.values() for value in state.values() if hasattr(value, "untyped_storage")
+        ]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

@@ -119,9 +119,7 @@ class StepRunner:
         """Plan a step, the same on all ranks. Under a memory budget passes are run from here on as was chosen for it."""
         if self.memory is None or self.memory.budget_bytes is None:
             return plan_step(trajectories, config, loss, skip_zero_advantage=skip_zero_advantage)
-        plan, self.memory = fit_step(
-            trajectories, config, loss, self.memory, skip_zero_advantage=skip_zero_advantage
-        )
+        plan, self.memory = fit_step(trajectories, config, loss, self.memory, skip_zero_advantage=skip_zero_advantage)
         return plan
 
     def forward_backward(

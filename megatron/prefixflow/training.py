@@ -365,7 +365,12 @@ class Trainer(Scorer):
             is_counted=self.is_counted,
         ).reduce(self.device)
         # The reduction above has waited for every rank and every device.
-        held = (self._peak_bytes(measured), self._predicted_bytes(work), self.runner.cache_totals.peak_bytes, self.runner.arena.peak_bytes)
+        held = (
+            self._peak_bytes(measured),
+            self._predicted_bytes(work),
+            self.runner.cache_totals.peak_bytes,
+            self.runner.arena.peak_bytes,
+        )
         seconds, *peaks = largest([time.perf_counter() - begin, *held], self.device)
         facts = UpdateFacts(self.num_steps, norm, lr, seconds, *map(round, peaks))
         return step_metrics(facts, sums, work.plan, work.trajectories, self._router_facts())

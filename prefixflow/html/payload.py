@@ -214,14 +214,15 @@ def _operations(row: Sequence[tuple[Op, float, float]], num_ranks: int, makespan
 def _memory(curve: Sequence[MemoryPoint], level_bytes: int, most_points: int) -> dict[str, Any]:
     """The largest of every `stride` operations, and the peak of each phase as (operation, bytes).
 
-    points, WIDTH = 5: operation, then levels of activations, K/V, gK/gV and what the operation works in.
+    points, WIDTH = 5: operation, then levels of activations, K/V, gK/gV and what the operation works in, logits and messages
+    included.
     """
     stride = max(1, math.ceil(len(curve) / most_points))
     points: list[int] = []
     for start in range(0, len(curve), stride):
         index = max(range(start, min(start + stride, len(curve))), key=lambda i: curve[i].total_bytes)
         p = curve[index]
-        held = (p.activations, p.keys_values, p.gradients, p.working)
+        held = (p.activations, p.keys_values, p.gradients, p.working + p.logits + p.communication)
         points += (index, *(round(size / level_bytes) for size in held))
     peaks = {}
     for phase in Phase:

@@ -61,7 +61,14 @@ class MemoryChoice:
         return {key: self.policy for key, distance in distances.items() if distance >= self.min_distance}
 
     def memory_plan(
-        self, plan: Plan, data_rank: int, pipeline_rank: int, memory: MemoryModel, host: HostLink | None, *, training: bool
+        self,
+        plan: Plan,
+        data_rank: int,
+        pipeline_rank: int,
+        memory: MemoryModel,
+        host: HostLink | None,
+        *,
+        training: bool,
     ) -> MemoryPlan:
         """Of one rank; ValueError where an operation alone exceeds the cache's budget, on every rank alike."""
         if self.policy is ActivationPolicy.KEEP and self.kv_budget_bytes is None:
@@ -134,7 +141,9 @@ def fit_plan(
     best: Fit | None = None
     least: Fit | None = None
     for plan in _plans(trajectories, config, omit):
-        for fit in _choices(judge, plan, budget_bytes, policies, kv_budget_bytes, math.inf if best is None else best.time):
+        for fit in _choices(
+            judge, plan, budget_bytes, policies, kv_budget_bytes, math.inf if best is None else best.time
+        ):
             if least is None or fit.largest_bytes < least.largest_bytes:
                 least = fit
             if fit.largest_bytes <= budget_bytes and (best is None or fit.time < best.time):
@@ -250,9 +259,7 @@ def _fewest(judge: Judge, plan: Plan, most: Fit, distances: Sequence[int], budge
 class Judge:
     """Peaks and times of ways to run plans of one batch."""
 
-    def __init__(
-        self, trajectories: Sequence[Trajectory], memory: MemoryModel, host: HostLink | None = None
-    ) -> None:
+    def __init__(self, trajectories: Sequence[Trajectory], memory: MemoryModel, host: HostLink | None = None) -> None:
         self.trajectories = trajectories
         self.memory = memory
         self.host = host or HostLink()
@@ -284,7 +291,9 @@ class Judge:
             extra: Counter[Op] = Counter()
             for pipeline_rank, row in enumerate(table.rows):
                 try:
-                    memory_plan = choice.memory_plan(plan, data_rank, pipeline_rank, self.memory, self.host, training=True)
+                    memory_plan = choice.memory_plan(
+                        plan, data_rank, pipeline_rank, self.memory, self.host, training=True
+                    )
                 except ValueError:
                     return None
                 state = sum(self.memory.state(pipeline_rank).values())

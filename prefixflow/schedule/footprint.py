@@ -159,11 +159,7 @@ class LayerFootprint:
         self._attention_forward(graph=graph, selective=selective)
         ledger.take(s.x)
         ledger.free(s.x)
-        if not graph:
-            ledger.free(s.x)
-            if not keeps_input:
-                ledger.free(s.x)
-        elif not self.norm_keeps_input:
+        if not (keeps_input or (graph and self.norm_keeps_input)):
             ledger.free(s.x)
         if s.dead_tail:
             return
@@ -255,15 +251,13 @@ class LayerFootprint:
             ledger.free(s.mixed)
         angles = 0 if s.fused else 4 * s.angle
         if not graph:
-            ledger.free(s.q, s.q, angles, s.x)
+            ledger.free(s.q, s.q, angles, s.x, s.kv)
             self._drop_core_inputs()
-            ledger.free(s.kv if s.gathers_keys else 0)
             ledger.free(0 if s.dead_tail else s.lse)
         elif s.dead_tail and not selective:
             # `Root` saves nothing: Q, K and V go.
-            ledger.free(s.q)
+            ledger.free(s.q, s.kv)
             self._drop_core_inputs()
-            ledger.free(s.kv if s.gathers_keys else 0)
         elif s.gathers_keys and not selective:
             ledger.free(s.kv)
 
@@ -511,8 +505,9 @@ class LayerFootprint:
                 self._core_forward()
         self._core_backward()
         if selective and s.dead_tail:
-            ledger.free(s.q)
+            ledger.free(s.q, s.q)
             self._drop_core_inputs()
+            ledger.free(0 if s.gathers_keys else s.kv)
         if takes_gradients:
             wide_kv = s.all_kv // s.element * s.wide
             ledger.take(wide_kv, wide_kv)

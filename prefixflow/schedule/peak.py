@@ -110,6 +110,7 @@ class _Layer:
     @functools.lru_cache(maxsize=65_536)
     def of(cls, sizes: LayerSizes, *, selective: bool, takes: bool) -> _Layer:
         """Walked once for microbatches that are alike."""
+
         def ledger_of(*steps: str, graph: bool = True, streamed: bool = False, keeps: bool = False) -> Ledger:
             ledger = Ledger()
             walk = LayerFootprint(sizes, ledger, is_streamed=streamed)
@@ -291,7 +292,16 @@ class _Walk:
     # Operations
 
     def _point(
-        self, place: int, op: Op, m: Microbatch, cache: CachePoint, *, kept: int, working: int, logits: int, gradients: int
+        self,
+        place: int,
+        op: Op,
+        m: Microbatch,
+        cache: CachePoint,
+        *,
+        kept: int,
+        working: int,
+        logits: int,
+        gradients: int,
     ) -> MemoryPoint:
         others = sum(self.kept.values()) - sum(self.shared.values())
         return MemoryPoint(
@@ -340,7 +350,9 @@ class _Walk:
                 rows = self._head_bytes(m)
                 logits = self.memory.logit_bytes(self._num_rows(m), whole=keeps)
                 gathered = x * self.memory.sequence_split if self.memory.sequence_split > 1 else 0
-                moments.append((kept, x + gathered + rows + self._num_rows(m) * ROW_BYTES + self._head_operands(m), logits))
+                moments.append(
+                    (kept, x + gathered + rows + self._num_rows(m) * ROW_BYTES + self._head_operands(m), logits)
+                )
         if op.stage == 0 and not self.memory.fused and not self._norm_keeps_input:
             table = self.memory.vocab_rows * self.memory.shape.hidden_size * self.memory.wide_bytes
             moments.append((0, table + self._wide_x(m), 0))
@@ -380,7 +392,9 @@ class _Walk:
         full = self.memory.recompute is Recompute.FULL
         moments: list[tuple[int, int, int, int]] = []
         if is_last and self._num_rows(m):
-            logits = self.memory.logit_bytes(self._num_rows(m), whole=self.row[place - 1] == Op(op.stage, Kind.FORWARD, op.microbatch))
+            logits = self.memory.logit_bytes(
+                self._num_rows(m), whole=self.row[place - 1] == Op(op.stage, Kind.FORWARD, op.microbatch)
+            )
             sums = self._num_rows(m) * self.memory.shape.hidden_size * self.memory.wide_bytes
             moments.append((whole, rows + sums + self._head_operands(m), logits, 0))
             gathered = x * self.memory.sequence_split
@@ -419,5 +433,7 @@ class _Walk:
         """gK/gV that leave the cache with an operation."""
         if op.kind is Kind.FORWARD:
             return 0
-        per_token = self.memory.kv_gradient_bytes_per_token * self.memory.pipeline_parallel // self.memory.shape.num_layers
+        per_token = (
+            self.memory.kv_gradient_bytes_per_token * self.memory.pipeline_parallel // self.memory.shape.num_layers
+        )
         return sum(self.lengths[b] for b in m.writes) * per_token * self.memory.layers(op.stage)

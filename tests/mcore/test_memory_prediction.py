@@ -112,4 +112,6 @@ def test_prediction_is_near_the_measurement(cell: Cell, worlds: Worlds) -> None:
         assert memory.predicted_state == pytest.approx(memory.measured_state, rel=0.01)
         for holder in (Holder.KEYS_VALUES, Holder.KV_GRADIENTS):
             measured = memory.measured_holders.get(holder, 0)
-            assert memory.predicted_holders[holder] == pytest.approx(measured, abs=0.03 * peak), f"rank {rank}, {holder}"
+            assert memory.predicted_holders[holder] == pytest.approx(measured, abs=0.03 * peak), (
+                f"rank {rank}, {holder}"
+            )
