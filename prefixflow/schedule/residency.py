@@ -129,6 +129,10 @@ class HostLink:
     flops_per_s: float = 0.4 * 989e12
 
 
+CPU_LINK = HostLink(bytes_per_s=1e10, flops_per_s=1e11)
+"""Without a GPU a move is a copy in memory: orders of magnitude of a few cores."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Entry:
     """K/V or gK/gV of a block in the layers of one global stage."""
