@@ -28,6 +28,7 @@ from prefixflow.schedule.fit import AUTO, GIB, MemoryChoice, fit_plan
 from prefixflow.schedule.memory import Holder, MemoryModel, Phase, Recompute
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
 from prefixflow.schedule.peak import MemoryPoint
+from prefixflow.schedule.replay import kv_bytes_kept_to_end, replay_cache
 from prefixflow.schedule.residency import ActivationPolicy
 from prefixflow.schedule.search import max_makespan, plan_pipeline, predicted_timeline, rank_table, stage_costs
 from prefixflow.trajectories import Trajectory, read_trajectories, routes_path, trajectory_files
@@ -42,6 +43,8 @@ class PlanReport:
     peak_bytes: by phase, state included, largest over ranks. state_bytes: by holder, of the pipeline rank with most.
     peak_by_stage: for each pipeline rank its largest moment of each phase by holder, state left out, largest over
     data-parallel ranks; `host` in host memory. memory: how the step is run within memory.
+    peak_kv_bytes, peak_cache_bytes: most cached K/V, and K/V and gK/gV together, on a rank's device; kv_bytes_kept_to_end: the
+    most K/V of a rank if none were freed or moved before the step ends.
     """
 
     logical_tokens: int
@@ -65,6 +68,9 @@ class PlanReport:
     peak_bytes: dict[str, int]
     state_bytes: dict[str, int]
     peak_by_stage: tuple[dict[str, dict[str, int]], ...]
+    peak_kv_bytes: int
+    peak_cache_bytes: int
+    kv_bytes_kept_to_end: int
     memory: str
     digest: str
     context_bytes: int
@@ -121,6 +127,7 @@ def report_plan(step: PlannedStep, *, recomputes_attention: bool = False) -> Pla
             }
             for moments in by_stage
         ),
+        **_cache_peaks(step),
         memory=f"at most {plan.config.max_tokens_per_microbatch} tokens a microbatch, {step.choice.describe()}",
         digest=plan.digest,
         context_bytes=_context_bytes(plan, memory, recomputes_attention=recomputes_attention),
@@ -136,6 +143,19 @@ def _largest_moments(step: PlannedStep) -> list[dict[Phase, MemoryPoint]]:
                 if point.phase not in largest or point.total_bytes > largest[point.phase].total_bytes:
                     largest[point.phase] = point
     return moments
+
+
+def _cache_peaks(step: PlannedStep) -> dict[str, int]:
+    plan, memory = step.plan, step.memory
+    peaks = {"peak_kv_bytes": 0, "peak_cache_bytes": 0, "kv_bytes_kept_to_end": 0}
+    for data_rank in range(len(plan.ranks)):
+        for pipeline_rank, row in enumerate(rank_table(plan, data_rank).rows):
+            moves = step.choice.memory_plan(plan, data_rank, pipeline_rank, memory, None, training=True)
+            cache = replay_cache(plan, data_rank, row, memory, moves)
+            kept = kv_bytes_kept_to_end(plan, data_rank, row, memory)
+            for name, num_bytes in zip(peaks, (cache.peak_kv_bytes, cache.peak_bytes, kept), strict=True):
+                peaks[name] = max(peaks[name], num_bytes)
+    return peaks
 
 
 def _context_bytes(plan: Plan, memory: MemoryModel, *, recomputes_attention: bool) -> int:
