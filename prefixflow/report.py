@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,22 +24,30 @@ from prefixflow.plan.layout import ParallelLayout, layers_per_stage
 from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, MERGED_PREFIX_TOKENS, MergeGroups, Plan, PlanConfig, PrefixReuse
 from prefixflow.plan.ring import RingTraffic, rowless
 from prefixflow.plan.shapes import BUILTIN_SHAPES, TRAINABLE_SHAPES, ModelShape
-from prefixflow.schedule.context import ContextKVChoice, choose_context_kv, predicted_peaks
-from prefixflow.schedule.memory import MemoryModel
+from prefixflow.schedule.capacity import LARGEST_GROUP, GroupShape, find_capacity
+from prefixflow.schedule.context import ContextKVChoice, fit_with_context, predicted_peaks, unfitted_choice
+from prefixflow.schedule.fit import AUTO, GIB, MemoryChoice
+from prefixflow.schedule.memory import Holder, MemoryModel, Phase, Recompute
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
+from prefixflow.schedule.peak import MemoryPoint
+from prefixflow.schedule.replay import kv_bytes_kept_to_end, replay_cache
+from prefixflow.schedule.residency import ActivationPolicy
 from prefixflow.schedule.search import max_makespan, plan_pipeline, predicted_timeline, rank_table, stage_costs
 from prefixflow.trajectories import Trajectory, read_trajectories, routes_path, trajectory_files
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-NOT_BUILT_YET = {
-    "memory_budget_gib": "the memory plan",
-    "capacity": "the memory plan",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """The figures of one plan, under the names of the JSON output."""
+    """The figures of one plan, under the names of the JSON output.
+
+    peak_bytes: by phase, state included, largest over ranks. state_bytes: by holder, of the pipeline rank with most.
+    peak_by_stage: for each pipeline rank its largest moment of each phase by holder, state left out, largest over
+    data-parallel ranks; `host` in host memory. memory: how the step is run within memory.
+    peak_kv_bytes, peak_cache_bytes: most cached K/V, and K/V and gK/gV together, on a rank's device; kv_bytes_kept_to_end: the
+    most K/V of a rank if none were freed or moved before the step ends.
+    """
 
     logical_tokens: int
     computed_tokens: int
@@ -59,6 +68,12 @@ class PlanReport:
     rank_loads: tuple[float, ...]
     split_loss_tokens: int
     peak_bytes: dict[str, int]
+    state_bytes: dict[str, int]
+    peak_by_stage: tuple[dict[str, dict[str, int]], ...]
+    peak_kv_bytes: int
+    peak_cache_bytes: int
+    kv_bytes_kept_to_end: int
+    memory: str
     digest: str
     context_bytes: int
     context_kv: ContextReport | None
@@ -80,19 +95,16 @@ class ContextReport:
     context_bytes: dict[str, int]
 
 
-def report_plan(
-    plan: Plan,
-    trajectories: Sequence[Trajectory],
-    memory: MemoryModel,
-    *,
-    context_kv: ContextKVChoice | None = None,
-) -> PlanReport:
-    """Figures of `plan`; leads, makespans and peaks are the largest over data-parallel ranks.
+def report_plan(step: PlannedStep, *, context_kv: ContextKVChoice | None = None) -> PlanReport:
+    """Figures of a plan; leads, makespans and peaks are the largest over data-parallel ranks.
 
     context_kv: why `memory` has K/V where it has them; None without context parallelism.
     """
+    plan, trajectories, memory = step.plan, step.trajectories, step.memory
     tables = [rank_table(plan, rank) for rank in range(len(plan.ranks))]
     leads = [lead(forwards_needed(backward_order(table.reads))) for table in tables]
+    by_stage = _largest_moments(step)
+    states = [memory.state(rank) for rank in range(memory.pipeline_parallel)]
     rows = segment_row_counts(plan.forest, trajectories)
     timelines = [predicted_timeline(plan, rank, rows) for rank in range(len(tables))]
     slowest = max(timelines, key=lambda timeline: timeline.makespan)
@@ -116,7 +128,23 @@ def report_plan(
         pipeline_efficiency=slowest.efficiency,
         rank_loads=plan.rank_loads,
         split_loss_tokens=plan.split_loss_tokens,
-        peak_bytes=_peak_bytes(plan, memory),
+        peak_bytes={
+            phase.value: max(
+                sum(state.values()) + (moments[phase].total_bytes if phase in moments else 0)
+                for state, moments in zip(states, by_stage, strict=True)
+            )
+            for phase in Phase
+        },
+        state_bytes={h.value: n for h, n in max(states, key=lambda state: sum(state.values())).items()},
+        peak_by_stage=tuple(
+            {
+                phase.value: {**{h.value: n for h, n in point.by_holder.items()}, "host": point.host}
+                for phase, point in moments.items()
+            }
+            for moments in by_stage
+        ),
+        **_cache_peaks(step),
+        memory=f"at most {plan.config.max_tokens_per_microbatch} tokens a microbatch, {step.choice.describe()}",
         digest=plan.digest,
         context_bytes=_context_bytes(plan, memory, rows),
         context_kv=None
@@ -132,6 +160,30 @@ def report_plan(
 
 def _peak_bytes(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     return {phase.value: size for phase, size in predicted_peaks(plan, memory).items()}
+
+
+def _largest_moments(step: PlannedStep) -> list[dict[Phase, MemoryPoint]]:
+    """Of each pipeline rank in each phase, over data-parallel ranks."""
+    moments: list[dict[Phase, MemoryPoint]] = [{} for _ in range(step.memory.pipeline_parallel)]
+    for data_rank in range(len(step.plan.ranks)):
+        for largest, curve in zip(moments, step.curves(data_rank), strict=True):
+            for point in curve:
+                if point.phase not in largest or point.total_bytes > largest[point.phase].total_bytes:
+                    largest[point.phase] = point
+    return moments
+
+
+def _cache_peaks(step: PlannedStep) -> dict[str, int]:
+    plan, memory = step.plan, step.memory
+    peaks = {"peak_kv_bytes": 0, "peak_cache_bytes": 0, "kv_bytes_kept_to_end": 0}
+    for data_rank in range(len(plan.ranks)):
+        for pipeline_rank, row in enumerate(rank_table(plan, data_rank).rows):
+            moves = step.choice.memory_plan(plan, data_rank, pipeline_rank, memory, None, training=True)
+            cache = replay_cache(plan, data_rank, row, memory, moves)
+            kept = kv_bytes_kept_to_end(plan, data_rank, row, memory)
+            for name, num_bytes in zip(peaks, (cache.peak_kv_bytes, cache.peak_bytes, kept), strict=True):
+                peaks[name] = max(peaks[name], num_bytes)
+    return peaks
 
 
 def _context_bytes(plan: Plan, memory: MemoryModel, rows: Sequence[int]) -> int:
@@ -237,8 +289,25 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="K/V whole on each context-parallel rank, or sharded and passed round; auto shards where memory is short",
     )
-    parser.add_argument("--memory-budget-gib", type=float, metavar="X", help="not built yet")
-    parser.add_argument("--capacity", action="store_true", help="not built yet")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="whose kernels memory is predicted for: fused ones, or torch's own on the CPU",
+    )
+    parser.add_argument("--prefix-memory", choices=("auto", *(p.value for p in ActivationPolicy)), default="auto")
+    parser.add_argument("--kv-budget-gib", type=float, metavar="X", help="device memory for K/V and their gradients")
+    parser.add_argument(
+        "--memory-budget-gib",
+        type=float,
+        metavar="X",
+        help="memory of one device, everything counted, that the step must fit",
+    )
+    parser.add_argument(
+        "--capacity",
+        action="store_true",
+        help="longest prefix and largest group of the file's typical shape that fit --memory-budget-gib, by policy",
+    )
     parser.add_argument("--html", metavar="OUT.html", help="draw forest, schedule, balance and memory on one page")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
@@ -246,10 +315,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def run_plan(options: argparse.Namespace) -> int:
     """Print the report; 2 with a sentence where the file or the arguments cannot be planned."""
     try:
-        _refuse_unbuilt(options)
+        _check_budgets(options)
         _check_page_path(options)
+        if options.capacity:
+            return _print_capacity(options)
         step, choice = _planned_step(options)
-        report = report_plan(step.plan, step.trajectories, step.memory, context_kv=choice)
+        report = report_plan(step, context_kv=choice)
         if options.html:
             write_page(options.html, _page_text(report, options), step)
     except (ValueError, OSError) as error:
@@ -259,15 +330,16 @@ def run_plan(options: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict()))
     else:
         Console().print(_table(report, options))
+        Console().print(_memory_table(report))
     return 0
 
 
-def _refuse_unbuilt(options: argparse.Namespace) -> None:
-    for name, part in NOT_BUILT_YET.items():
-        value = getattr(options, name)
-        if value not in (None, False):
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} is not built yet: it belongs to {part}. Way out: leave it out.")
+def _check_budgets(options: argparse.Namespace) -> None:
+    for flag, value in (("--memory-budget-gib", options.memory_budget_gib), ("--kv-budget-gib", options.kv_budget_gib)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{flag} is {value}, expected a number of GiB above 0; leave it out for no limit.")
+    if options.capacity and options.memory_budget_gib is None:
+        raise ValueError("--capacity needs --memory-budget-gib: what fits depends on it.")
 
 
 def _check_page_path(options: argparse.Namespace) -> None:
@@ -300,8 +372,16 @@ def _is_for_planning_only(model: str) -> bool:
     return model in BUILTIN_SHAPES and model not in TRAINABLE_SHAPES
 
 
-def _planned_step(options: argparse.Namespace) -> tuple[PlannedStep, ContextKVChoice | None]:
-    """The plan, and where it has K/V under context parallelism."""
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """What is planned, before it is."""
+
+    trajectories: Sequence[Trajectory]
+    config: PlanConfig
+    memory: MemoryModel
+
+
+def _setting(options: argparse.Namespace) -> _Setting:
     shape = ModelShape.load(options.model)
     if not shape.is_moe and options.ep * options.etp > 1:
         raise ValueError(
@@ -347,16 +427,61 @@ def _planned_step(options: argparse.Namespace) -> tuple[PlannedStep, ContextKVCh
         pipeline_parallel=layout.pp,
         context_parallel=layout.cp,
         expert_parallel=layout.ep * layout.etp,
-        full_recompute=options.recompute == "full",
-        recomputes_attention=options.recompute != "none",
+        recompute=Recompute(options.recompute),
+        sequence_parallel=options.sequence_parallel,
+        stage_layers=config.stage_layers,
+        fused=options.device == "cuda",
     )
-    plan = plan_pipeline(trajectories, config)
-    if layout.cp == 1:
-        return PlannedStep(plan, trajectories, memory), None
+    return _Setting(trajectories, config, memory)
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else round(gib * GIB)
+
+
+def _planned_step(options: argparse.Namespace) -> tuple[PlannedStep, ContextKVChoice | None]:
+    """The plan, and where it has K/V under context parallelism."""
+    setting = _setting(options)
+    trajectories, config, memory = setting.trajectories, setting.config, setting.memory
+    is_auto = options.prefix_memory == "auto"
+    policy = ActivationPolicy.KEEP if is_auto else ActivationPolicy(options.prefix_memory)
+    kv_budget, budget = _bytes(options.kv_budget_gib), _bytes(options.memory_budget_gib)
     wanted = None if options.context_parallel_kv == "auto" else ContextKV(options.context_parallel_kv)
-    budget_bytes = None if options.memory_budget_gib is None else options.memory_budget_gib * 2**30
-    choice = choose_context_kv(wanted, plan, memory, budget_bytes)
-    return PlannedStep(plan, trajectories, replace(memory, context_kv=choice.kv)), choice
+    if budget is None:
+        plan, choice = plan_pipeline(trajectories, config), MemoryChoice(policy, kv_budget_bytes=kv_budget)
+        context = unfitted_choice(wanted)
+    else:
+        policies = AUTO if is_auto else (policy,)
+        fit, context = fit_with_context(
+            trajectories, config, memory, budget, wanted, policies=policies, kv_budget_bytes=kv_budget
+        )
+        plan, choice = fit.plan, fit.choice
+    step = PlannedStep(plan, trajectories, replace(memory, context_kv=context.kv), choice)
+    return step, context if memory.context_parallel > 1 else None
+
+
+def _print_capacity(options: argparse.Namespace) -> int:
+    setting = _setting(options)
+    group = GroupShape.typical(setting.trajectories)
+    found = find_capacity(group, setting.config, setting.memory, round(options.memory_budget_gib * GIB))
+    if options.json:
+        ways = [{"way": c.way.name, "prefix_tokens": c.prefix_tokens, "group_size": c.group_size} for c in found]
+        print(json.dumps({"group": asdict(group), "memory_budget_gib": options.memory_budget_gib, "capacity": ways}))
+        return 0
+    table = Table(
+        title=f"what fits {options.memory_budget_gib:g} GiB, model {options.model}: groups of {group.size}, prefix "
+        f"{group.prefix_tokens:,}, suffix {group.suffix_tokens:,} tokens"
+    )
+    for name in ("way", "longest prefix", "largest group"):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for c in found:
+        longest = f"{c.prefix_tokens:,}" if c.prefix_tokens else "nothing fits"
+        if c.prefix_tokens == setting.memory.shape.max_positions - group.suffix_tokens:
+            longest += ", all positions"
+        most = f"at least {c.group_size:,}" if c.group_size == LARGEST_GROUP else f"{c.group_size or 'nothing fits'}"
+        table.add_row(c.way.name, longest, most)
+    Console().print(table)
+    return 0
 
 
 def headline(report: PlanReport, options: argparse.Namespace) -> str:
@@ -407,6 +532,31 @@ def _table(report: PlanReport, options: argparse.Namespace) -> Table:
     return table
 
 
+HOLDER_TITLES = {
+    Holder.ACTIVATIONS: "kept",
+    Holder.KEYS_VALUES: "K/V",
+    Holder.KV_GRADIENTS: "gK/gV",
+    Holder.LOGITS: "logits",
+    Holder.COMMUNICATION: "messages",
+    Holder.WORKING: "working",
+}
+
+
+def _memory_table(report: PlanReport) -> Table:
+    """Predicted bytes by pipeline rank, phase and holder."""
+    sums = [sum(row.values()) - row["host"] for moments in report.peak_by_stage for row in moments.values()]
+    unit, scale = ("GiB", GIB) if max(sums, default=0) >= GIB else ("MiB", GIB // 1024)
+    state = ", ".join(f"{name} {size / scale:,.1f}" for name, size in report.state_bytes.items())
+    table = Table(title=f"memory in {unit}: {state}, and beyond them")
+    for name in ("stage", "phase", *HOLDER_TITLES.values(), "sum", "host"):
+        table.add_column(name, justify="right")
+    for stage, moments in enumerate(report.peak_by_stage):
+        for phase, row in moments.items():
+            held = [row[holder.value] for holder in HOLDER_TITLES]
+            table.add_row(str(stage), phase, *(f"{n / scale:,.1f}" for n in (*held, sum(held), row["host"])))
+    return table
+
+
 def _numbers(report: PlanReport, options: argparse.Namespace) -> dict[str, str]:
     """The figures for people, by name; the terminal and the page show the same."""
     loads = report.rank_loads
@@ -439,6 +589,7 @@ def _numbers(report: PlanReport, options: argparse.Namespace) -> dict[str, str]:
         "balance": f"most loaded rank {max(loads) / mean:.2f} of the mean over {len(loads)}"
         + (f", {report.split_loss_tokens:,} positions repeated by splits" if report.split_loss_tokens else ""),
         "peak memory": _phases(report.peak_bytes),
+        "memory": report.memory,
         **context,
         "digest": report.digest,
     }

@@ -28,10 +28,10 @@ from megatron.prefixflow.arguments_result import Arguments, arguments_for_shape,
 from megatron.prefixflow.arguments_spec import Argument, ArgumentsError, all_arguments, shown
 from megatron.prefixflow.arguments_table import Arity, Effect, Refusal
 from megatron.prefixflow.configs import (
-    context_kv,
     ddp_config,
     gpt_model_kwargs,
     loss_config,
+    memory_settings,
     optimizer_config,
     padded_vocab_size,
     parallel_layout,
@@ -49,10 +49,10 @@ __all__ = [
     "ParallelLayout",
     "arguments_for_shape",
     "build_parser",
-    "context_kv",
     "ddp_config",
     "gpt_model_kwargs",
     "loss_config",
+    "memory_settings",
     "optimizer_config",
     "padded_vocab_size",
     "parallel_layout",

@@ -271,6 +271,12 @@ def _validate_numbers(values: Mapping[str, Any]) -> None:
         value = values[dest]
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise ArgumentsError(f"{flag_of(dest)} is {value}, expected a finite number of at least 0.")
+    for dest in ("kv_budget_gib", "memory_budget_gib"):
+        budget = values[dest]
+        if budget is not None and not (math.isfinite(budget) and budget > 0):
+            raise ArgumentsError(
+                f"{flag_of(dest)} is {budget}, expected a number of GiB above 0; leave it out for no limit."
+            )
     if not 0 <= values["seed"] < 2**32:
         raise ArgumentsError(f"--seed is {values['seed']}, expected a number from 0 to 2^32 - 1.")
 

@@ -461,8 +461,26 @@ OUR_ROWS: tuple[Row, ...] = (
         "where activations wait for their backward",
         choices=("auto", "keep", "offload", "recompute"),
     ),
-    _ours("--kv-budget-gib", float, None, "device memory for K/V and their gradients"),
-    _ours("--memory-budget-gib", float, None, "device memory that the plan may use"),
+    _ours(
+        "--kv-budget-gib",
+        float,
+        None,
+        "device memory of a rank for cached K/V and their gradients; what exceeds it goes to the host",
+    ),
+    _ours(
+        "--memory-budget-gib",
+        float,
+        None,
+        "memory of one device, everything counted, that a step's predicted peak must fit; the plan chooses token budget, lead, "
+        "activation policy and cache budget",
+    ),
+    _ours(
+        "--measure-memory",
+        None,
+        False,
+        "count live tensors on the CPU for the metric peak_bytes: slow, for checks",
+        arity=Arity.FLAG,
+    ),
     _ours(
         "--context-parallel-kv",
         str,
@@ -1159,8 +1177,6 @@ def _not_built(reason: str, wants: Callable[[Any], bool], names: str) -> tuple[N
 
 
 NOT_BUILT_YET: tuple[NotBuilt, ...] = (
-    *_not_built("the memory plan", _not("auto", "keep"), "--prefix-memory"),
-    *_not_built("the memory plan", _given, "--kv-budget-gib --memory-budget-gib"),
     *_not_built("sampling rollouts", _not("trace"), "--rollout"),
     *_not_built("sampling rollouts", _given, "--reward-function --group-size --top-p"),
     *_not_built("advantages from rewards", _given, "--advantage-estimator --filter"),

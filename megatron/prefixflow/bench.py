@@ -29,10 +29,10 @@ from rich.table import Table
 from megatron.prefixflow.arguments import (
     Arguments,
     ArgumentsError,
-    context_kv,
     ddp_config,
     gpt_model_kwargs,
     loss_config,
+    memory_settings,
     parallel_layout,
     parse_arguments,
     plan_config,
@@ -51,7 +51,7 @@ from megatron.prefixflow.gradients import reduce_gradients
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.model import build_model, wrap_data_parallel
 from megatron.prefixflow.overlap import EarlyReduction
-from megatron.prefixflow.planning import plan_step
+from megatron.prefixflow.planning import MemorySettings
 from megatron.prefixflow.session import start_session
 from megatron.prefixflow.step import StepRunner
 from prefixflow.plan.calibrate import Calibration, Measurement
@@ -135,19 +135,23 @@ class Bench:
             select_kernel(self.args.attention_kernel, self.device),
             vocab_size=self.args.vocab_size,
             max_response_tokens=self.args.max_response_length,
-            context_kv=context_kv(self.args, self.layout),
+            memory=memory_settings(self.args, self.layout),
         )
         self.runner.reduction = EarlyReduction.of(self.ddp, self.groups)
         self.loss = loss_config(self.args)
         self.measurements: list[Measurement] = []
+        self._memory_of: dict[str, MemorySettings | None] = {}
 
     def plan(self, trajectories: Sequence[Trajectory], reuse: str, max_tokens: int | None = None) -> Plan:
         max_tokens = max_tokens or self.args.max_tokens_per_microbatch
         args = self.args.replace(prefix_reuse=reuse, max_tokens_per_microbatch=max_tokens)
         config = plan_config(args, self.layout)
-        return plan_step(trajectories, config, self.loss)
+        plan = self.runner.plan(trajectories, config, self.loss)
+        self._memory_of[plan.digest] = self.runner.memory
+        return plan
 
     def step(self, plan: Plan, trajectories: Sequence[Trajectory]) -> None:
+        self.runner.memory = self._memory_of[plan.digest]
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.runner.forward_backward(plan, trajectories, self.loss)
@@ -201,7 +205,7 @@ class Bench:
         peak_dense, _ = self._peaks(dense, trajectories)
         peak_reuse, peak_phase_b = self._peaks(reuse, trajectories)
         peaks = torch.tensor(
-            [peak_dense, peak_reuse, peak_phase_b, sum(cache.peak_bytes for cache in self.runner.caches)],
+            [peak_dense, peak_reuse, peak_phase_b, self.runner.cache_totals.peak_bytes],
             dtype=torch.int64,
         )
         dist.all_reduce(peaks, op=dist.ReduceOp.MAX)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,14 +19,17 @@ from megatron.prefixflow.arguments_checks import loss_options, stage_options
 from megatron.prefixflow.arguments_result import Arguments, shape_of
 from megatron.prefixflow.arguments_spec import ArgumentsError
 from megatron.prefixflow.calibration import measured_costs
+from megatron.prefixflow.planning import MemorySettings
 from prefixflow.forest import RouteMismatch
 from prefixflow.plan.context import ContextKV
 from prefixflow.plan.cost import CostModel
 from prefixflow.plan.layout import ParallelLayout, layers_per_stage
-from prefixflow.plan.plan import MergeGroups, Plan, PlanConfig, PrefixReuse
+from prefixflow.plan.plan import MergeGroups, PlanConfig, PrefixReuse
 from prefixflow.runtime.loss import LossConfig
-from prefixflow.schedule.context import choose_context_kv
-from prefixflow.schedule.memory import MemoryModel
+from prefixflow.schedule.context import unfitted_choice
+from prefixflow.schedule.fit import AUTO, MemoryChoice
+from prefixflow.schedule.memory import MemoryModel, Recompute
+from prefixflow.schedule.residency import GIB, ActivationPolicy
 
 
 def parallel_layout(args: Arguments, world_size: int | None = None) -> ParallelLayout:
@@ -74,25 +77,9 @@ def plan_config(args: Arguments, parallel: ParallelLayout | None = None) -> Plan
     )
 
 
-def memory_model(args: Arguments, parallel: ParallelLayout) -> MemoryModel:
-    """What the memory of a rank is predicted by."""
-    return MemoryModel(
-        shape_of(args),
-        element_bytes=args.params_dtype.itemsize,
-        tensor_parallel=parallel.tp,
-        pipeline_parallel=parallel.pp,
-        context_parallel=parallel.cp,
-        expert_parallel=parallel.ep * parallel.etp,
-        full_recompute=args.recompute_granularity == "full",
-    )
-
-
-def context_kv(args: Arguments, parallel: ParallelLayout) -> Callable[[Plan], ContextKV]:
-    """Where K/V of a plan are under context parallelism."""
-    wanted = None if args.context_parallel_kv == "auto" else ContextKV(args.context_parallel_kv)
-    budget_bytes = None if args.memory_budget_gib is None else args.memory_budget_gib * 2**30
-    memory = memory_model(args, parallel)
-    return lambda plan: choose_context_kv(wanted, plan, memory, budget_bytes).kv
+def _wanted_context_kv(args: Arguments) -> ContextKV | None:
+    """None where the memory decides."""
+    return None if args.context_parallel_kv == "auto" else ContextKV(args.context_parallel_kv)
 
 
 def _context_line(args: Arguments) -> str:
@@ -267,6 +254,43 @@ def scheduler_options(args: Arguments) -> dict[str, Any]:
 def loss_config(args: Arguments) -> LossConfig:
     """The loss, with the named loss's own defaults where nothing was given."""
     return LossConfig.of(**loss_options(args.values))
+
+
+def memory_model(args: Arguments, parallel: ParallelLayout) -> MemoryModel:
+    """The bytes that the plan counts with."""
+    return MemoryModel(
+        shape_of(args),
+        element_bytes=args.params_dtype.itemsize,
+        tensor_parallel=parallel.tp,
+        pipeline_parallel=parallel.pp,
+        context_parallel=parallel.cp,
+        expert_parallel=parallel.ep * parallel.etp,
+        recompute=Recompute(args.recompute_granularity or "none"),
+        sequence_parallel=bool(args.sequence_parallel),
+        stage_layers=layers_per_stage(**stage_options(args.values)),
+        padded_vocab_size=padded_vocab_size(args),
+        optimizer_shards=parallel.dp * parallel.cp if args.use_distributed_optimizer else 1,
+        fused=torch.cuda.is_available(),
+        context_kv=unfitted_choice(_wanted_context_kv(args)).kv,
+    )
+
+
+def memory_settings(args: Arguments, parallel: ParallelLayout) -> MemorySettings:
+    """What the run may do for its memory, and the bytes that the plan counts with."""
+    policy = args.prefix_memory
+    # Without a budget for everything there is nothing to fit: keeping costs no time.
+    unfitted = ActivationPolicy("keep" if policy == "auto" else policy)
+    return MemorySettings(
+        model=memory_model(args, parallel),
+        choice=MemoryChoice(unfitted, kv_budget_bytes=_bytes(args.kv_budget_gib)),
+        budget_bytes=_bytes(args.memory_budget_gib),
+        policies=AUTO if policy == "auto" else (unfitted,),
+        context_kv=_wanted_context_kv(args),
+    )
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else round(gib * GIB)
 
 
 def startup_lines(args: Arguments, parallel: ParallelLayout) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from megatron.prefixflow.arguments import (
     ArgumentsError,
     build_parser,
     loss_config,
+    memory_settings,
     parallel_layout,
     parse_arguments,
     plan_config,
@@ -30,6 +31,7 @@ from megatron.prefixflow.calibration import check_calibration
 from megatron.prefixflow.configs import has_transformer_engine
 from megatron.prefixflow.data import group_batches, load_trajectories
 from megatron.prefixflow.device import torch_device
+from megatron.prefixflow.planning import zero_weight
 from megatron.prefixflow.router import has_router_terms
 from megatron.prefixflow.routing import RoutingReplay
 from prefixflow.plan.layout import ParallelLayout
@@ -49,6 +51,7 @@ class Job:
     kernel: AttentionKernel
     trajectories: tuple[Trajectory, ...]
     warnings: tuple[str, ...]
+    memory: str | None = None
 
     @property
     def batches(self) -> tuple[tuple[Trajectory, ...], ...]:
@@ -63,6 +66,7 @@ class Job:
             f"attention: {self.kernel.describe()}",
             f"packages: {', '.join(_package_states(self.kernel))}",
             *_data_lines(self),
+            *([] if self.memory is None else [self.memory]),
             *(f"warning: {warning}" for warning in self.warnings),
         )
 
@@ -85,7 +89,8 @@ def prepare(argv: Sequence[str], world_size: int) -> Job:
         _check_schedule(args)
     trajectories = load_trajectories(args)
     _check_trajectories(args, layout, trajectories)
-    return Job(args, layout, kernel, trajectories, tuple(_data_warnings(args, trajectories)))
+    job = Job(args, layout, kernel, trajectories, tuple(_data_warnings(args, trajectories)))
+    return replace(job, memory=_fitted_memory(job))
 
 
 def _check_packages(argv: Sequence[str]) -> None:
@@ -149,6 +154,23 @@ def _check_trajectories(args: Arguments, layout: ParallelLayout, trajectories: S
     # Without reuse a trajectory longer than the token budget has no plan, so the longest one tells.
     longest = max(trajectories, key=len)
     build_plan([longest], plan_config(args, layout))
+
+
+def _fitted_memory(job: Job) -> str | None:
+    """How the batches fit the memory budget; ValueError before anything runs where one does not."""
+    settings = memory_settings(job.args, job.layout)
+    if settings.budget_bytes is None:
+        return None
+    config, chosen = plan_config(job.args, job.layout), []
+    skips = job.args.skip_zero_advantage and not has_router_terms(transformer_config(job.args))
+    for batch in job.batches:
+        omit = zero_weight(batch, loss_config(job.args)) if skips else frozenset()
+        plan, fitted = settings.fitted(batch, config, omit)
+        chosen.append(
+            f"at most {plan.config.max_tokens_per_microbatch} tokens a microbatch, {fitted.choice.describe()}"
+        )
+    ways = "; ".join(dict.fromkeys(chosen))
+    return f"memory: budget {job.args.memory_budget_gib:g} GiB; {ways}"
 
 
 def _data_warnings(args: Arguments, trajectories: Sequence[Trajectory]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 Counts and sums run over data-parallel ranks, so tensor- and context-parallel copies do not count twice. `time_forward_s` and
 `time_backward_s` are sums over all ranks of the time inside F and B operations; `time_s` is the step's own
-duration and `peak_bytes` the memory peak, both of the rank with the largest.
+duration and `peak_bytes` the memory peak (`megatron.prefixflow.peaks`), both of the rank with the largest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class StepMetrics:
     layers with experts and over trajectories, without coefficients; loss does not contain them. routes_replayed and
     routes_native count computed positions times those layers; route_mismatch is the share of shared positions whose
     trajectories bring different routes. context_bytes are K/V and their gradients that context-parallel ranks have received,
-    context_bytes_planned what the plan says they should.
+    context_bytes_planned what the plan says they should. peak_kv_bytes: most cached K/V and their gradients on the device of
+    one rank, host_bytes: most that one rank had in host memory; evictions: parts of blocks that went there at once;
+    recomputed_blocks: blocks that were dropped and written anew. All four of the training pass.
     """
 
     step: int
@@ -59,7 +61,7 @@ class StepMetrics:
     time_backward_s: float
     tokens_per_s: float
     peak_bytes: int
-    peak_bytes_predicted: int | None
+    peak_bytes_predicted: int
     route_mismatch: float | None
     fallback: int
     load_balancing_loss: float | None
@@ -68,6 +70,10 @@ class StepMetrics:
     routes_native: int | None
     context_bytes: int
     context_bytes_planned: int
+    peak_kv_bytes: int
+    host_bytes: int
+    evictions: int
+    recomputed_blocks: int
 
     def to_json(self) -> str:
         """One line of strict JSON: a number that is not finite becomes null."""
@@ -146,6 +152,8 @@ class RankSums:
     routes_native: float = 0.0
     context_bytes: float = 0.0
     context_bytes_planned: float = 0.0
+    evictions: float = 0.0
+    recomputed_blocks: float = 0.0
 
     @classmethod
     def of(
@@ -159,7 +167,8 @@ class RankSums:
         """Of the last pass of `runner`.
 
         is_counted: False on tensor- and context-parallel copies and on stages that do not score; they add their times, their
-        routers' totals, since no two ranks route the same positions in the same layer, and what they received.
+        routers' totals, since no two ranks route the same positions in the same layer, what they received, and what their
+        caches did.
         """
         routers = runner.router_totals
         sums = cls(
@@ -171,6 +180,8 @@ class RankSums:
             routes_native=routers.routes_native,
             context_bytes=runner.context_bytes,
             context_bytes_planned=runner.context_bytes_planned,
+            evictions=runner.cache_totals.num_evictions,
+            recomputed_blocks=runner.cache_totals.num_recomputes,
         )
         if not is_counted:
             return sums
@@ -211,6 +222,9 @@ class UpdateFacts:
     lr: float
     time_s: float
     peak_bytes: int
+    peak_bytes_predicted: int
+    peak_kv_bytes: int
+    host_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +266,7 @@ def step_metrics(
         time_backward_s=sums.backward_s,
         tokens_per_s=logical / facts.time_s,
         peak_bytes=facts.peak_bytes,
-        peak_bytes_predicted=None,
+        peak_bytes_predicted=facts.peak_bytes_predicted,
         load_balancing_loss=_ratio(sums.load_balancing, routers.num_layers * routers.losses.load_balancing)
         if routers
         else None,
@@ -263,6 +277,10 @@ def step_metrics(
         fallback=plan.num_fallback_groups,
         context_bytes=round(sums.context_bytes),
         context_bytes_planned=round(sums.context_bytes_planned),
+        peak_kv_bytes=facts.peak_kv_bytes,
+        host_bytes=facts.host_bytes,
+        evictions=round(sums.evictions),
+        recomputed_blocks=round(sums.recomputed_blocks),
     )
 
 

@@ -33,10 +33,10 @@ from torch import Tensor
 from megatron.prefixflow.arguments import (
     Arguments,
     ArgumentsError,
-    context_kv,
     ddp_config,
     gpt_model_kwargs,
     loss_config,
+    memory_settings,
     parallel_layout,
     parse_arguments,
     plan_config,
@@ -49,7 +49,6 @@ from megatron.prefixflow.gradients import clip_gradients, gradient_norm, reduce_
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.model import build_model, wrap_data_parallel
 from megatron.prefixflow.overlap import EarlyReduction
-from megatron.prefixflow.planning import plan_step
 from megatron.prefixflow.reference import (
     Reference,
     UpdateSettings,
@@ -65,6 +64,7 @@ from megatron.prefixflow.step import StepRunner, complete_logprobs
 from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import Plan, build_plan
 from prefixflow.runtime.attention.kernels import select_kernel
+from prefixflow.runtime.cache import CacheTotals
 from prefixflow.runtime.objective import Objective
 from prefixflow.runtime.world import WorldError, Worlds
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
@@ -340,11 +340,11 @@ def run_reuse(
         vocab_size=args.vocab_size,
         max_response_tokens=args.max_response_length,
         routing_replay=RoutingReplay(args.routing_replay),
-        context_kv=context_kv(args, parallel),
+        memory=memory_settings(args, parallel),
     )
     runner.reduction = EarlyReduction.of(ddp, groups)
     loss = loss_config(args)
-    plan = plan_step(
+    plan = runner.plan(
         trajectories,
         plan_config(args, parallel),
         loss,
@@ -458,6 +458,8 @@ class Comparison:
         self.plan = plan
         self.computed_tokens = 0
         self.context_bytes = self.context_bytes_planned = self.peak_shards = 0
+        self.cache_totals: Sequence[CacheTotals] = ()
+        self.host_bytes: Sequence[int] = ()
         self.steps: list[dict[str, Any]] = []
         self.first_grads: dict[str, Tensor] = {}
         self.first_logprobs: dict[int, np.ndarray] = {}
@@ -477,12 +479,14 @@ class Comparison:
         loss = float(objective.terms.loss) if objective.terms is not None else 0.0
         mine = (objective.trajectory_logprobs(), loss, runner.num_computed_tokens)
         moved = torch.tensor([runner.context_bytes, runner.context_bytes_planned])
+        totals = (runner.cache_totals, runner.arena.peak_bytes, runner.peak_shards)
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (moved, runner.peak_shards, *mine, self.has_head, self.groups.data_rank))
+        dist.all_gather_object(everyone, (moved, totals, *mine, self.has_head, self.groups.data_rank))
         if dist.get_rank() != 0:
             return
         self.context_bytes, self.context_bytes_planned = sum(moved for moved, *_ in everyone).tolist()
-        self.peak_shards = max(peak for _, peak, *_ in everyone)
+        self.cache_totals, self.host_bytes, shards = zip(*(totals for _, totals, *_ in everyone), strict=True)
+        self.peak_shards = max(shards)
         # Ranks that hold the same trajectories (tensor and context parallel) report the same values: take one of each.
         distinct = {position: item for _, _, *item, scores, position in reversed(everyone) if scores}
         logprobs = {i: lp for item in distinct.values() for i, lp in item[0].items()}
@@ -538,6 +542,11 @@ class Comparison:
             "context_bytes": self.context_bytes,
             "context_bytes_planned": self.context_bytes_planned,
             "peak_context_shards": self.peak_shards,
+            "peak_kv_bytes": max(totals.peak_bytes for totals in self.cache_totals),
+            "host_bytes": max(self.host_bytes),
+            "evictions": sum(totals.num_evictions for totals in self.cache_totals),
+            "streamed_parts": sum(totals.num_streams for totals in self.cache_totals),
+            "recomputed_blocks": sum(totals.num_recomputes for totals in self.cache_totals),
             "routes_replayed": self.first_routing.num_replayed,
             "routes_native": self.first_routing.num_native,
             "route_mismatch": None if self.plan.route_report is None else self.plan.route_report.rate,
@@ -600,15 +609,20 @@ def _logprob_error(ours: dict[int, np.ndarray], reference: list[np.ndarray], pla
     return worst
 
 
-def _failures(result: dict[str, Any], prefix_reuse: str) -> list[str]:
+def _failures(result: dict[str, Any], args: Arguments) -> list[str]:
     """Reasons for exit 1 that do not depend on the dtype."""
     reasons = []
     if result["grad_norm"] == 0:
         reasons.append("the whole reference gradient is zero, so nothing was compared")
-    if prefix_reuse == "on" and result["shared_segments"] == 0:
+    if args.prefix_reuse == "on" and result["shared_segments"] == 0:
         reasons.append("nothing was shared although reuse was asked for (--prefix-reuse off compares dense)")
     if result["computed_tokens"] != result["planned_tokens"]:
         reasons.append(f"{result['computed_tokens']} tokens were computed, the plan says {result['planned_tokens']}")
+    budget = memory_settings(args, parallel_layout(args)).kv_budget_bytes
+    if budget is not None and result["peak_kv_bytes"] > budget:
+        reasons.append(
+            f"K/V and their gradients held {result['peak_kv_bytes']} bytes on the device of a rank, the budget is {budget}"
+        )
     return reasons
 
 
@@ -621,7 +635,7 @@ def _finish(result: dict[str, Any], reasons: list[str]) -> dict[str, Any]:
 def _judge_exact(result: dict[str, Any], args: Arguments) -> dict[str, Any]:
     dtype = args.params_dtype
     tolerance = (TOLERANCE_MOE if args.num_experts else TOLERANCE)[dtype]
-    reasons = _failures(result, args.prefix_reuse)
+    reasons = _failures(result, args)
     if result["max_expert_count_err"]:
         reasons.append(f"the positions that an expert got differ by {result['max_expert_count_err']}")
     if not result["router_loss_rel_err"] <= 100 * tolerance:
@@ -646,7 +660,7 @@ def _judge_bf16(result: dict[str, Any], args: Arguments, exact: SideFiles, dense
     result["dense_err"] = max(_rms(errors) for errors in dense_errors)
     result["reuse_err"] = max(_rms(errors) for errors in result["_errors"])
     result["dense_max_err"] = max(max(errors.values()) for errors in dense_errors)
-    reasons = _failures(result, args.prefix_reuse)
+    reasons = _failures(result, args)
     limit = BF16_FACTOR * result["dense_err"]
     if not result["reuse_err"] <= limit:
         reasons.append(

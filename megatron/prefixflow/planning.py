@@ -1,17 +1,77 @@
-"""Plan a step on every rank and make sure that all ranks have the same plan."""
+"""Plan a step and its memory on every rank, and make sure that all ranks have the same plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
+from prefixflow.plan.context import ContextKV
 from prefixflow.plan.plan import Plan, PlanConfig
 from prefixflow.runtime.failures import doing
 from prefixflow.runtime.loss import LossConfig, has_zero_weight
+from prefixflow.schedule.context import fit_with_context
+from prefixflow.schedule.fit import AUTO, MemoryChoice
+from prefixflow.schedule.memory import MemoryModel
+from prefixflow.schedule.residency import ActivationPolicy, HostLink, MemoryPlan
 from prefixflow.schedule.search import plan_pipeline, tables_digest
 from prefixflow.trajectories.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """What a run may do for its memory, and what it does.
+
+    choice: how a plan is run. budget_bytes: of one rank's device, everything counted; then `fitted` chooses, among `policies` for
+    dormant activations and, where context_kv is None, where K/V are under context parallelism. host: what decides between moving K/V and computing them again; None for the default.
+    """
+
+    model: MemoryModel
+    choice: MemoryChoice = MemoryChoice()
+    budget_bytes: int | None = None
+    policies: tuple[ActivationPolicy, ...] = AUTO
+    host: HostLink | None = None
+    context_kv: ContextKV | None = None
+
+    def plan_row(self, plan: Plan, data_rank: int, pipeline_rank: int, *, training: bool) -> MemoryPlan:
+        """Of one pipeline rank; ValueError where an operation alone exceeds the cache's budget, on every rank alike."""
+        return self.choice.memory_plan(plan, data_rank, pipeline_rank, self.model, self.host, training=training)
+
+    def fitted(
+        self, trajectories: Sequence[Trajectory], config: PlanConfig, omit: Collection[int] = ()
+    ) -> tuple[Plan, MemorySettings]:
+        """The plan of a step and how it is run; ValueError where nothing fits the budget."""
+        if self.budget_bytes is None:
+            return plan_pipeline(trajectories, config, omit=omit), self
+        fit, context = fit_with_context(
+            trajectories,
+            config,
+            self.model,
+            self.budget_bytes,
+            self.context_kv,
+            policies=self.policies,
+            kv_budget_bytes=self.choice.kv_budget_bytes,
+            omit=omit,
+            host=self.host,
+        )
+        return fit.plan, replace(self, choice=fit.choice, model=replace(self.model, context_kv=context.kv))
+
+
+def fit_step(
+    trajectories: Sequence[Trajectory],
+    config: PlanConfig,
+    loss: LossConfig,
+    memory: MemorySettings,
+    *,
+    skip_zero_advantage: bool = False,
+) -> tuple[Plan, MemorySettings]:
+    """`plan_step` within the memory budget of `memory`, with what was chosen to stay within it; all ranks choose the same."""
+    omit = zero_weight(trajectories, loss) if skip_zero_advantage else frozenset()
+    plan, fitted = memory.fitted(trajectories, config, omit)
+    _agree_on(plan, f" {fitted.choice} {fitted.model.context_kv}")
+    return plan, fitted
 
 
 def plan_step(
@@ -24,8 +84,13 @@ def plan_step(
     """Build this rank's plan and compare it with the others' before any other collective."""
     omit = zero_weight(trajectories, loss) if skip_zero_advantage else frozenset()
     plan = plan_pipeline(trajectories, config, omit=omit)
-    agree(plan.digest if config.expert_block == 1 else f"{plan.digest} {tables_digest(plan)}")
+    _agree_on(plan)
     return plan
+
+
+def _agree_on(plan: Plan, further: str = "") -> None:
+    tables = "" if plan.config.expert_block == 1 else f" {tables_digest(plan)}"
+    agree(f"{plan.digest}{tables}{further}")
 
 
 def zero_weight(trajectories: Sequence[Trajectory], loss: LossConfig) -> frozenset[int]:

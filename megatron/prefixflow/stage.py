@@ -3,6 +3,13 @@
 All state is keyed by microbatch: what F(m) leaves behind (its output with the graph, its attention context, its rows)
 stays until B(m) takes it, in whatever order the table asks. K/V of a segment live in the cache from F of its
 microbatch to the last operation that reads them; gK/gV from the first reader's B to its own B.
+
+Activations between F(m) and B(m), by the memory plan's policy for m on this stage:
+
+    KEEP       the graph keeps them
+    OFFLOAD    they wait in host memory; B brings them back as it reaches them
+    RECOMPUTE  F makes no graph and keeps the stage's input only; B runs the body once more first, as part of the backward:
+               it stores, records and counts nothing, and takes the routes that F took
 """
 
 from __future__ import annotations
@@ -10,13 +17,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
@@ -33,8 +41,11 @@ from prefixflow.runtime.attention.kernels import AttentionKernel
 from prefixflow.runtime.attention.ring import RingStep
 from prefixflow.runtime.cache import KVCache
 from prefixflow.runtime.context import ContextParallel, SplitMicrobatch
+from prefixflow.runtime.host import HostArena, HostTensor
 from prefixflow.runtime.logprobs import RowLogprobs, VocabShard
 from prefixflow.runtime.objective import Objective
+from prefixflow.runtime.offload import STORAGES_AHEAD, SavedTensors
+from prefixflow.schedule.residency import ActivationPolicy, MemoryAction, MemoryPlan, Move
 from prefixflow.trajectories.types import Trajectory
 
 
@@ -64,20 +75,53 @@ class _Scored:
     entry_index: Tensor
 
 
+class _StageInput(torch.autograd.Function):
+    """Identity on what the stage received, whose backward leaves its gradient in `gradients`.
+
+    Unlike a leaf, it does not keep what it received: only what the layers save of it stays. `anchor` is a leaf that makes
+    it part of the graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor, anchor: Tensor, gradients: list[Tensor]) -> Tensor:
+        ctx.gradients = gradients
+        return received.view_as(received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.gradients.append(gradient)
+        return None, None, None
+
+
+@dataclass(slots=True)
+class _Graph:
+    """Of a microbatch's body: where it begins, and the gradient of what the stage received, once B has run.
+
+    The output itself is not kept: once sent (or scored), only its graph is needed.
+    """
+
+    root: GradientEdge
+    input_gradients: list[Tensor]
+
+
 @dataclass(slots=True)
 class _Alive:
     """State of a microbatch between its F and its B.
 
-    root: where its graph begins. The output itself is not kept: once sent (or scored), only its graph is needed.
+    received: input of the stage, where the body runs again (None on the first stage, and elsewhere).
+    graph: None where B makes it. saved: what the graph saves, where it is offloaded; hidden_rows: likewise, of `scored`.
     """
 
     received: Tensor | None
-    root: GradientEdge
+    graph: _Graph | None
     shape: torch.Size
     dtype: torch.dtype
     context: AttentionContext
     routing: RoutingContext | None
     scored: _Scored | None
+    saved: SavedTensors | None = None
+    hidden_rows: HostTensor | None = None
 
 
 class StageRunner:
@@ -89,6 +133,8 @@ class StageRunner:
     routing: of this chunk's routers; None in a model without experts.
     parallel: ranks that share each microbatch's positions; None where this one holds them all. ring: passes sharded K/V
         round among them; None gathers.
+    stage: the chunk's number over all pipeline ranks. memory: what is done for its memory in training; None keeps everything.
+    host: where OFFLOAD puts activations.
     """
 
     def __init__(
@@ -104,10 +150,16 @@ class StageRunner:
         routing: StageRouting | None = None,
         parallel: ContextParallel | None = None,
         ring: RingStep | None = None,
+        stage: int = 0,
+        memory: MemoryPlan | None = None,
+        host: HostArena | None = None,
     ) -> None:
         self.model = model
         self.parallel = parallel
         self.ring = ring
+        self.stage = stage
+        self.memory = memory or MemoryPlan()
+        self.host = host or HostArena()
         self.config = model.config
         self.routing = routing
         self.workload = workload
@@ -119,53 +171,143 @@ class StageRunner:
         self._head = LanguageModelHead(model, objective, tp_group) if model.post_process else None
         self._rotary = RotaryTable(model.rotary_pos_emb)
         self._alive: dict[int, _Alive] = {}
-        # Recomputation takes what a microbatch wrote from the cache instead of gathering it again.
+        # Recomputation takes what a microbatch wrote from the cache instead of gathering it again, unless memory is short.
         gathers = parallel is not None and ring is None
-        self._reads_own = training and gathers and recomputes_attention(model)
+        self._reads_own = training and gathers and recomputes_attention(model) and not self.memory
+        self._run_again = self.memory.written_again(stage)
+        self._parameter_storages = frozenset(p.untyped_storage().data_ptr() for p in model.parameters())
         self._open_readers = Counter(block for m in workload.microbatches for block in self._read_blocks(m))
 
     def forward(self, m: int, received: Tensor | None, *, keep_logits: bool = False) -> Tensor:
         """F(m): body, cached K/V of written segments, and on the last stage log-probabilities of the rows."""
         microbatch = self.workload.microbatches[m]
-        workload = self.workload
-        arrays = microbatch_arrays(workload.forest, microbatch, workload.trajectories, workload.routes)
+        policy = self.memory.activations.get((self.stage, m), ActivationPolicy.KEEP)
+        arrays = self._arrays(microbatch)
         context = self._context(microbatch, arrays)
         split = context.split
         routing = None if self.routing is None else self.routing.context(microbatch, arrays, split)
-        if received is not None and self.training:
-            received.requires_grad_()
-        with torch.set_grad_enabled(self.training), self._routed(routing, context.operation):
-            hidden = self._body(arrays, context, received)
+        saved = self._saved_tensors() if self.training and policy is ActivationPolicy.OFFLOAD else None
+        gradients: list[Tensor] = []
+        with (
+            torch.set_grad_enabled(self.training and policy is not ActivationPolicy.RECOMPUTE),
+            self._routed(routing, context.operation),
+            nullcontext() if saved is None else saved.saving(),
+        ):
+            hidden = self._body(arrays, context, received, gradients)
         if self.routing is not None and routing is not None:
             self.routing.finish_forward(m, routing)
         self.num_computed_tokens += microbatch.num_tokens
         scored = None
         if self._head is not None:
             scored = self._head.score(hidden, arrays, split, keep_logits=keep_logits and self.training)
-        if self.training:
-            root = get_gradient_edge(hidden)
-            self._alive[m] = _Alive(received, root, hidden.shape, hidden.dtype, context, routing, scored)
-        else:
+        if not self.training:
             self._release(microbatch)
+            return hidden
+        alive = _Alive(None, None, hidden.shape, hidden.dtype, context, routing, scored, saved)
+        if policy is ActivationPolicy.RECOMPUTE or m in self._run_again:
+            alive.received = received
+        if policy is not ActivationPolicy.RECOMPUTE:
+            alive.graph = _Graph(get_gradient_edge(hidden), gradients)
+        if scored is not None and policy is not ActivationPolicy.KEEP:
+            rows = scored.rows.take_hidden()
+            alive.hidden_rows = self.host.put(rows) if policy is ActivationPolicy.OFFLOAD else None
+        self._alive[m] = alive
         return hidden
 
     def backward(self, m: int, received: Tensor | None) -> Tensor | None:
         """B(m): seed with the next stage's gradient or the rows' loss; gK/gV flow through the cache."""
         alive = self._alive.pop(m)
+        alive.context.operation = Operation.BACKWARD
+        if alive.graph is None:
+            alive.graph = self._recompute(m, alive)
+        if alive.scored is not None and alive.hidden_rows is not None:
+            alive.scored.rows.put_hidden(self.host.take(alive.hidden_rows))
         grad_hidden = received
         if self._head is not None:
             grad_hidden = self._head.gradient(alive.scored, alive.shape, alive.dtype)
-        alive.context.operation = Operation.BACKWARD
         with self._routed(alive.routing, Operation.BACKWARD):
-            torch.autograd.backward(alive.root, grad_hidden)
+            torch.autograd.backward(alive.graph.root, grad_hidden)
         self._release(self.workload.microbatches[m])
         for block in self.workload.microbatches[m].writes:
             self.cache.close(block)
-        return None if alive.received is None else alive.received.grad
+        return None if self.model.pre_process else alive.graph.input_gradients[0]
+
+    def _recompute(self, m: int, alive: _Alive) -> _Graph:
+        """The graph that F(m) did not make, by the body once more; the rows get their hidden states from it."""
+        arrays = self._arrays(self.workload.microbatches[m])
+        gradients: list[Tensor] = []
+        with torch.enable_grad(), self._routed(alive.routing, Operation.BACKWARD):
+            hidden = self._body(arrays, alive.context, alive.received, gradients)
+        alive.received = None
+        if self._head is not None and alive.scored is not None:
+            alive.scored.rows.put_hidden(self._head.rows(hidden, alive.scored.row_index))
+        return _Graph(get_gradient_edge(hidden), gradients)
+
+    def act(self, action: MemoryAction) -> None:
+        """Do what the memory plan says between operations."""
+        if not self.model.decoder.layers:
+            # A stage of the embedding or the head alone has no K/V.
+            return
+        match action.move:
+            case Move.EVICT | Move.FETCH | Move.STREAM:
+                assert action.part is not None, f"{action} says not which part"
+                moves = {Move.EVICT: self.cache.evict, Move.FETCH: self.cache.fetch, Move.STREAM: self.cache.stream}
+                moves[action.move](action.target, action.part)
+            case Move.DROP:
+                self.cache.drop(action.target)
+            case Move.RECOMPUTE:
+                self._write_again(action.target)
+            case Move.FETCH_ACTIVATIONS:
+                self._fetch_activations(action.target)
+
+    @property
+    def _experts_are_spread(self) -> bool:
+        """True where a forward exchanges tokens with ranks that run other microbatches."""
+        config = self.config
+        expert_ranks = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or 1)
+        return expert_ranks > config.tensor_model_parallel_size * config.context_parallel_size
+
+    def _write_again(self, m: int) -> None:
+        """F(m) on this stage once more, from its kept input and without a graph, for the dropped blocks that m wrote.
+
+        Nothing is recorded, counted or scored; routes are those that F took. Nothing reads the output of the last layer.
+        """
+        alive = self._alive[m]
+        microbatch = self.workload.microbatches[m]
+        if self.config.num_moe_experts is not None and self._experts_are_spread:
+            raise ValueError(
+                f"The memory plan recomputes the K/V of microbatch {m}, whose experts lie on several data-parallel ranks that "
+                "would all have to run it: expected K/V to be evicted under expert parallelism, not dropped."
+            )
+        dropped = self.cache.dropped_blocks
+        context = replace(
+            alive.context,
+            operation=Operation.RECOMPUTE,
+            writes=tuple((block, tokens) for block, tokens in alive.context.writes if block in dropped),
+            keys_only_layer=self.model.decoder.layers[-1].layer_number,
+        )
+        assert context.writes, f"microbatch {m} wrote no block that was dropped"
+        with torch.no_grad(), self._routed(alive.routing, Operation.BACKWARD):
+            self._body(self._arrays(microbatch), context, alive.received)
+
+    def _fetch_activations(self, m: int) -> None:
+        """Start to bring back what was offloaded of m, whose B comes soon."""
+        saved = self._alive[m].saved
+        assert saved is not None, f"the activations of microbatch {m} were not offloaded"
+        saved.fetch()
 
     def finish(self) -> None:
         assert not self._alive, f"microbatches {sorted(self._alive)} were never run backward"
         self.cache.assert_empty()
+
+    def _arrays(self, microbatch: Microbatch) -> MicrobatchArrays:
+        workload = self.workload
+        return microbatch_arrays(workload.forest, microbatch, workload.trajectories, workload.routes)
+
+    def _saved_tensors(self) -> SavedTensors:
+        # On the CPU a copy holds up the work, whenever it is made.
+        ahead = STORAGES_AHEAD if self.device.type == "cuda" else 0
+        return SavedTensors(self.host, self._parameter_storages, storages_ahead=ahead)
 
     def _routed(self, routing: RoutingContext | None, operation: Operation) -> AbstractContextManager[None]:
         if self.routing is None or routing is None:
@@ -196,11 +338,18 @@ class StageRunner:
             operation=operation,
             keys_only_layer=keys_only_layer,
             split=split,
+            reads_own=self._reads_own,
         )
 
-    def _body(self, arrays: MicrobatchArrays, context: AttentionContext, received: Tensor | None) -> Tensor:
+    def _body(
+        self,
+        arrays: MicrobatchArrays,
+        context: AttentionContext,
+        received: Tensor | None,
+        gradients: list[Tensor] | None = None,
+    ) -> Tensor:
         """Embedding (first stage) and layers: hidden states [T, 1, h] of this rank's T positions ([T/tp, 1, h] under
-        sequence parallelism)."""
+        sequence parallelism). A backward leaves the gradient of `received` in `gradients`, where given."""
         index = slice(None) if context.split is None else context.split.index
         positions = self._tensor(arrays.positions[index])
         hidden = None
@@ -208,14 +357,20 @@ class StageRunner:
             tokens = self._tensor(arrays.tokens[index]).unsqueeze(0)
             hidden = self._embed(tokens, positions.unsqueeze(0))
         else:
+            if gradients is not None and torch.is_grad_enabled():
+                received = _StageInput.apply(received, received.new_zeros((), requires_grad=True), gradients)
             self.model.set_input_tensor(received)
         num_positions = int(arrays.positions.max()) + 1
-        return self.model.decoder(
-            hidden_states=hidden,
-            attention_mask=None,
-            rotary_pos_emb=self._rotary.rows(positions, num_positions),
-            packed_seq_params=MicrobatchParams.of(context),
-        )
+        try:
+            return self.model.decoder(
+                hidden_states=hidden,
+                attention_mask=None,
+                rotary_pos_emb=self._rotary.rows(positions, num_positions),
+                packed_seq_params=MicrobatchParams.of(context),
+            )
+        finally:
+            # The decoder would keep it until the next microbatch.
+            self.model.set_input_tensor(None)
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embeddings [T, 1, h] ([T/tp, 1, h] under sequence parallelism) of tokens and positions [1, T]."""
@@ -272,18 +427,13 @@ class LanguageModelHead:
         """
         if arrays.num_rows == 0:
             return None
-        full = hidden.detach()
-        if self.sequence_parallel:
-            full = tensor_parallel.gather_from_sequence_parallel_region(
-                full, tensor_parallel_output_grad=False, group=self.tp_group
-            )
         device = hidden.device
         own = None if split is None else split.own_rows(arrays.row_index)
         places = arrays.row_index if split is None else split.place[arrays.row_index]
         chosen = slice(None) if own is None else own
         row_index = torch.from_numpy(places[chosen]).to(device)
         rows = RowLogprobs.forward(
-            full.squeeze(1).index_select(0, row_index),
+            self.rows(hidden, row_index),
             torch.from_numpy(arrays.row_label[chosen]).to(device),
             self._shard(),
             temperature=torch.from_numpy(arrays.row_temperature[chosen]).to(device),
@@ -298,6 +448,15 @@ class LanguageModelHead:
         self.objective.record(entry_index, logprobs[entry_row], None if entropy is None else entropy[entry_row])
         own_rows = None if own is None else torch.from_numpy(own).to(device)
         return _Scored(rows, row_index, own_rows, arrays.num_rows, entry_row, entry_index)
+
+    def rows(self, hidden: Tensor, row_index: Tensor) -> Tensor:
+        """Hidden states [R, h] at `row_index` of this rank's positions; `hidden` as the body returns it."""
+        full = hidden.detach()
+        if self.sequence_parallel:
+            full = tensor_parallel.gather_from_sequence_parallel_region(
+                full, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return full.squeeze(1).index_select(0, row_index)
 
     def gradient(self, scored: _Scored | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Loss gradient of the output, of `shape` [T/tp, 1, h]; adds the head's own gradient to its weight."""

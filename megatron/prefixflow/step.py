@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from megatron.prefixflow.context import kv_traffic, ring_traffic
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.overlap import EarlyReduction
+from megatron.prefixflow.planning import MemorySettings, fit_step, plan_step
 from megatron.prefixflow.router import has_router_terms
 from megatron.prefixflow.routing import (
     RouterTotals,
@@ -26,18 +28,20 @@ from prefixflow.forest import Forest
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.context import ContextKV
 from prefixflow.plan.microbatch import Microbatch
-from prefixflow.plan.plan import Plan
+from prefixflow.plan.plan import Plan, PlanConfig
 from prefixflow.plan.ring import rowless
 from prefixflow.runtime.attention.kernels import AttentionKernel
 from prefixflow.runtime.attention.ring import RingStep
-from prefixflow.runtime.cache import KVCache
+from prefixflow.runtime.cache import CacheTotals, DeviceBytes, KVCache
 from prefixflow.runtime.context import ContextParallel
 from prefixflow.runtime.executor import Observer, execute
+from prefixflow.runtime.host import HostArena
 from prefixflow.runtime.links import Links, Topology
 from prefixflow.runtime.loss import LossConfig
 from prefixflow.runtime.objective import Objective, logical_normalizer
 from prefixflow.runtime.trace import together
 from prefixflow.schedule.ops import Op
+from prefixflow.schedule.residency import ActivationPolicy, MemoryPlan, Move
 from prefixflow.schedule.search import rank_table
 from prefixflow.trajectories.types import Trajectory, check_routes
 
@@ -56,10 +60,11 @@ class StepRunner:
         DDP made one.
     reduction (attribute): starts to reduce gradients during the last backwards; None reduces after the step.
     max_response_tokens: constant divisor of seq-mean-token-sum-norm; None takes the longest response of the step.
+    memory: budget of the K/V cache and policy of dormant activations; None keeps everything on the device.
+    arena (attribute): host memory of this rank. caches (attribute): K/V of each chunk.
     routing_replay: whose routes a model with experts takes. A pass that is given a `RouteStore` fills it, or takes the
         routes that an earlier pass over the same plan left there; OFF leaves it alone.
     router_totals (attribute): of the last pass, on this rank.
-    context_kv: where K/V of a plan are under context parallelism, the same on all ranks.
     context_bytes, context_bytes_planned (attributes): of K/V and their gradients that this rank has received from its
         context-parallel peers in the last pass, and what the plan says it should.
     peak_shards (attribute): of K/V that this rank has held for the ring in the last pass, beside those at rest.
@@ -74,9 +79,10 @@ class StepRunner:
         vocab_size: int,
         max_response_tokens: int | None = None,
         routing_replay: RoutingReplay = RoutingReplay.OFF,
-        context_kv: Callable[[Plan], ContextKV] = lambda plan: ContextKV.GATHER,
+        memory: MemorySettings | None = None,
     ) -> None:
         self.chunks = tuple(chunks)
+        self.memory = memory
         self.groups = groups
         self.kernel = kernel
         self.vocab_size = vocab_size
@@ -87,11 +93,12 @@ class StepRunner:
         self.device = parameter.device
         self.parameter_dtype = parameter.dtype
         self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        self.caches = tuple(KVCache() for _ in self.chunks)
+        self.arena = HostArena()
+        self._kv_bytes = DeviceBytes()
+        self.caches = tuple(KVCache(self.arena, self._kv_bytes) for _ in self.chunks)
         self.parallel = ContextParallel(groups.context) if groups.context.size() > 1 else None
         self.num_computed_tokens = 0
         self.num_bytes_sent = 0
-        self.context_kv = context_kv
         self.context_bytes = self.context_bytes_planned = self.peak_shards = 0
         self.observe: Observer | None = None
         self.reduction: EarlyReduction | None = None
@@ -100,6 +107,30 @@ class StepRunner:
     def has_head(self) -> bool:
         """True on the last pipeline rank, which scores: elsewhere an `Objective` stays empty."""
         return bool(self.chunks[-1].post_process)
+
+    @property
+    def context_kv(self) -> ContextKV:
+        """Where K/V are under context parallelism, the same on all ranks."""
+        return ContextKV.GATHER if self.memory is None else self.memory.model.context_kv
+
+    @property
+    def cache_totals(self) -> CacheTotals:
+        """Of the last pass, on this rank."""
+        return CacheTotals.of(self.caches, self._kv_bytes)
+
+    def plan(
+        self,
+        trajectories: Sequence[Trajectory],
+        config: PlanConfig,
+        loss: LossConfig,
+        *,
+        skip_zero_advantage: bool = False,
+    ) -> Plan:
+        """Plan a step, the same on all ranks. Under a memory budget passes are run from here on as was chosen for it."""
+        if self.memory is None or self.memory.budget_bytes is None:
+            return plan_step(trajectories, config, loss, skip_zero_advantage=skip_zero_advantage)
+        plan, self.memory = fit_step(trajectories, config, loss, self.memory, skip_zero_advantage=skip_zero_advantage)
+        return plan
 
     def forward_backward(
         self,
@@ -168,10 +199,13 @@ class StepRunner:
         ring = None
         if self.parallel is not None:
             self.parallel.num_bytes = 0
-            if self.context_kv(plan) is ContextKV.RING:
+            if self.context_kv is ContextKV.RING:
                 ring = RingStep(self.parallel, microbatches)
         position, num_ranks = self.groups.pipeline_rank, self.groups.pipeline.size()
+        memory = self._memory_plan(plan, training=training)
         stages = {}
+        self.arena.begin_step()
+        self._kv_bytes.begin_step()
         for number, (chunk, cache) in enumerate(zip(self.chunks, self.caches, strict=True)):
             cache.begin_step()
             stages[number * num_ranks + position] = StageRunner(
@@ -185,26 +219,56 @@ class StepRunner:
                 routing=routing[number] if routing else None,
                 parallel=self.parallel,
                 ring=ring,
+                stage=number * num_ranks + position,
+                memory=memory,
+                host=self.arena,
             )
         table = rank_table(plan, self.groups.data_rank, training=training)
         row = table.rows[position]
         links = self._links(row, microbatches) if num_ranks > 1 else None
-        execute(table, position, stages, links, self._observer(row, training=training))
+        execute(table, position, stages, links, self._observer(row, training=training), memory)
         self.num_computed_tokens = stages[position].num_computed_tokens
         self.num_bytes_sent = links.num_bytes_sent if links is not None else 0
         self.router_totals = router_totals(routing)
         if self.parallel is not None:
             self.context_bytes = self.parallel.num_bytes
-            self.context_bytes_planned = self._planned_context_bytes(plan, trajectories, training=training)
+            self.context_bytes_planned = self._planned_context_bytes(plan, trajectories, memory, training=training)
         self.peak_shards = ring.held.peak if ring is not None else 0
 
-    def _planned_context_bytes(self, plan: Plan, trajectories: Sequence[Trajectory], *, training: bool) -> int:
+    def _planned_context_bytes(
+        self, plan: Plan, trajectories: Sequence[Trajectory], memory: MemoryPlan, *, training: bool
+    ) -> int:
         microbatches = plan.ranks[self.groups.data_rank]
+        rows = segment_row_counts(plan.forest, trajectories)
+        actions = itertools.chain(*memory.before.values(), *memory.after.values())
+        again = [(a.stage, a.target) for a in actions if a.move is Move.RECOMPUTE]
+        again += [place for place, policy in memory.activations.items() if policy is ActivationPolicy.RECOMPUTE]
+        num_bytes = self._moved_bytes(self.chunks, microbatches, rows, training=training, reads_own=not memory)
+        for stage, m in again:
+            chunk = self.chunks[stage // self.groups.pipeline.size()]
+            num_bytes += self._moved_bytes([chunk], [microbatches[m]], rows, training=False)
+        return num_bytes
+
+    def _moved_bytes(
+        self,
+        chunks: Sequence[Any],
+        microbatches: Sequence[Microbatch],
+        rows: Sequence[int],
+        *,
+        training: bool,
+        reads_own: bool = True,
+    ) -> int:
+        """K/V and their gradients that this rank receives from its context-parallel peers for `microbatches`."""
         size, rank = self.groups.context.size(), self.groups.context.rank()
-        if self.context_kv(plan) is ContextKV.GATHER:
-            return kv_traffic(self.chunks, training=training).num_bytes(microbatches, size)
-        without_rows = rowless(microbatches, segment_row_counts(plan.forest, trajectories))
-        return ring_traffic(self.chunks, training=training).num_bytes(microbatches, size, rank, without_rows)
+        if self.context_kv is ContextKV.GATHER:
+            return kv_traffic(chunks, training=training).num_bytes(microbatches, size, reads_own=reads_own)
+        without_rows = rowless(microbatches, rows)
+        return ring_traffic(chunks, training=training).num_bytes(microbatches, size, rank, without_rows)
+
+    def _memory_plan(self, plan: Plan, *, training: bool) -> MemoryPlan:
+        if self.memory is None:
+            return MemoryPlan()
+        return self.memory.plan_row(plan, self.groups.data_rank, self.groups.pipeline_rank, training=training)
 
     def _routes(self, plan: Plan, trajectories: Sequence[Trajectory]) -> Sequence[np.ndarray] | None:
         """What each trajectory's positions are routed to, in a replay of the rollout."""

@@ -44,10 +44,10 @@ from rich.progress import Progress
 from megatron.prefixflow.arguments import (
     Arguments,
     ArgumentsError,
-    context_kv,
     ddp_config,
     gpt_model_kwargs,
     loss_config,
+    memory_settings,
     optimizer_config,
     plan_config,
     scheduler_options,
@@ -69,7 +69,7 @@ from megatron.prefixflow.metrics import (
 )
 from megatron.prefixflow.model import build_model, wrap_data_parallel
 from megatron.prefixflow.overlap import EarlyReduction
-from megatron.prefixflow.planning import plan_step
+from megatron.prefixflow.peaks import MeasuredMemory, measured_memory, predicted_memory, state_bytes
 from megatron.prefixflow.router import has_router_terms, router_loss_config
 from megatron.prefixflow.routing import RouteStore, RoutingReplay, moe_layer_numbers
 from megatron.prefixflow.session import start_session
@@ -245,7 +245,7 @@ class Scorer:
             vocab_size=args.vocab_size,
             max_response_tokens=args.max_response_length,
             routing_replay=RoutingReplay(args.routing_replay),
-            context_kv=context_kv(args, job.layout),
+            memory=memory_settings(args, job.layout),
         )
 
     def _load(self, folder: str) -> None:
@@ -264,7 +264,7 @@ class Scorer:
     def plan(self, trajectories: Sequence[Trajectory], *, skip_zero_advantage: bool) -> Plan:
         config = plan_config(self.job.args, self.job.layout)
         skip_zero_advantage &= not has_router_terms(self.chunks[0].config)
-        return plan_step(trajectories, config, self.loss, skip_zero_advantage=skip_zero_advantage)
+        return self.runner.plan(trajectories, config, self.loss, skip_zero_advantage=skip_zero_advantage)
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
         """Log-probabilities [tokens] of every trajectory by id, on every rank; 0 where a token is not trained."""
@@ -344,7 +344,10 @@ class Trainer(Scorer):
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        objective = self._forward_backward(work)
+        with contextlib.ExitStack() as stack:
+            is_measured = self.job.args.measure_memory and self.device.type == "cpu"
+            measured = stack.enter_context(measured_memory(self.runner, work.plan)) if is_measured else None
+            objective = self._forward_backward(work)
         with doing("reducing gradients"):
             reduce_gradients(self.ddp)
             norm = gradient_norm(self.ddp, self.groups)
@@ -362,9 +365,28 @@ class Trainer(Scorer):
             is_counted=self.is_counted,
         ).reduce(self.device)
         # The reduction above has waited for every rank and every device.
-        seconds, peak = largest([time.perf_counter() - begin, torch.cuda.max_memory_allocated()], self.device)
-        facts = UpdateFacts(self.num_steps, norm, lr, seconds, round(peak))
+        held = (
+            self._peak_bytes(measured),
+            self._predicted_bytes(work),
+            self.runner.cache_totals.peak_bytes,
+            self.runner.arena.peak_bytes,
+        )
+        seconds, *peaks = largest([time.perf_counter() - begin, *held], self.device)
+        facts = UpdateFacts(self.num_steps, norm, lr, seconds, *map(round, peaks))
         return step_metrics(facts, sums, work.plan, work.trajectories, self._router_facts())
+
+    def _peak_bytes(self, measured: MeasuredMemory | None) -> int:
+        """Of this rank in this step: live tensors where they were counted, else what device or process held at most."""
+        if measured is None:
+            return torch.cuda.max_memory_allocated()
+        return state_bytes(self.ddp, self.optimizer) + measured.peak_bytes
+
+    def _predicted_bytes(self, work: BatchWork) -> int:
+        settings, groups = self.runner.memory, self.groups
+        assert settings is not None
+        curve = predicted_memory(settings, work.plan, work.trajectories, groups.data_rank, groups.pipeline_rank)
+        state = sum(settings.model.state(groups.pipeline_rank).values())
+        return state + max((point.total_bytes for point in curve), default=0)
 
     def _forward_backward(self, work: BatchWork) -> Objective:
         """Forward and backward of the step; its operations are measured where `--calibrate` has still to write its file."""

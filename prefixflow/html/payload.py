@@ -19,9 +19,11 @@ import numpy as np
 from prefixflow.forest.forest import Forest, Segment
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.plan import Plan
-from prefixflow.schedule.memory import MemoryModel, MemoryPoint, Phase, memory_curve
+from prefixflow.schedule.fit import MemoryChoice
+from prefixflow.schedule.memory import MemoryModel, Phase
 from prefixflow.schedule.ops import Kind, Op
-from prefixflow.schedule.search import predicted_timeline
+from prefixflow.schedule.peak import MemoryPoint, memory_curve
+from prefixflow.schedule.search import predicted_timeline, rank_table
 from prefixflow.schedule.simulate import Timeline
 from prefixflow.trajectories.types import Trajectory
 
@@ -42,6 +44,24 @@ class PlannedStep:
     plan: Plan
     trajectories: Sequence[Trajectory]
     memory: MemoryModel
+    choice: MemoryChoice = MemoryChoice()
+
+    def curves(self, data_rank: int, rows: Sequence[Sequence[Op]] | None = None) -> tuple[tuple[MemoryPoint, ...], ...]:
+        """Memory along the row of each pipeline rank of a data-parallel rank, or along the first operations of each."""
+        head_rows = segment_row_counts(self.plan.forest, self.trajectories)
+        return tuple(
+            memory_curve(
+                self.plan,
+                data_rank,
+                row,
+                self.memory,
+                rows=head_rows,
+                memory_plan=self.choice.memory_plan(
+                    self.plan, data_rank, pipeline_rank, self.memory, None, training=True
+                ),
+            )[: None if rows is None else len(rows[pipeline_rank])]
+            for pipeline_rank, row in enumerate(rank_table(self.plan, data_rank).rows)
+        )
 
 
 def payload(step: PlannedStep) -> dict[str, Any]:
@@ -167,7 +187,7 @@ def _drawn(step: PlannedStep, rank: int, timeline: Timeline, makespan: float, nu
     num_rows = len(timeline.spans)
     longest_row = MAX_OPERATIONS // num_rows
     spans = [row[:longest_row] for row in timeline.spans]
-    curves = [memory_curve(step.plan, rank, [op for op, _, _ in row], step.memory) for row in spans]
+    curves = step.curves(rank, [[op for op, _, _ in row] for row in spans])
     top = max((point.total_bytes for curve in curves for point in curve), default=0)
     level_bytes = max(1, math.ceil(top / MEMORY_LEVELS))
     most_points = min(MAX_ROW_MEMORY_POINTS, max(1, MAX_MEMORY_POINTS // (num_rows * num_drawn)))
@@ -194,14 +214,15 @@ def _operations(row: Sequence[tuple[Op, float, float]], num_ranks: int, makespan
 def _memory(curve: Sequence[MemoryPoint], level_bytes: int, most_points: int) -> dict[str, Any]:
     """The largest of every `stride` operations, and the peak of each phase as (operation, bytes).
 
-    points, WIDTH = 5: operation, then levels of activations, K/V, gK/gV and what the operation works in.
+    points, WIDTH = 5: operation, then levels of activations, K/V, gK/gV and what the operation works in, logits and messages
+    included.
     """
     stride = max(1, math.ceil(len(curve) / most_points))
     points: list[int] = []
     for start in range(0, len(curve), stride):
         index = max(range(start, min(start + stride, len(curve))), key=lambda i: curve[i].total_bytes)
         p = curve[index]
-        held = (p.activations, p.keys_values, p.gradients, p.working)
+        held = (p.activations, p.keys_values, p.gradients, p.working + p.logits + p.communication)
         points += (index, *(round(size / level_bytes) for size in held))
     peaks = {}
     for phase in Phase:

@@ -144,13 +144,17 @@ class KVTraffic:
     regathered_bytes: int
     reduced_bytes: int
 
-    def num_bytes(self, microbatches: Sequence[Microbatch], size: int) -> int:
-        """Bytes that each of `size` context-parallel ranks receives, over all microbatches."""
+    def num_bytes(self, microbatches: Sequence[Microbatch], size: int, *, reads_own: bool = True) -> int:
+        """Bytes that each of `size` context-parallel ranks receives, over all microbatches.
+
+        reads_own: a recomputation takes what a microbatch wrote from the cache.
+        """
         total = 0
         for m in microbatches:
             total += m.num_physical_tokens // size * (self.gathered_bytes + self.reduced_bytes)
             if self.regathered_bytes:
-                total += num_regathered(m, size) * self.regathered_bytes
+                again = num_regathered(m, size) if reads_own else m.num_physical_tokens // size
+                total += again * self.regathered_bytes
         return total * (size - 1)
 
 

@@ -79,6 +79,8 @@ class PlanConfig:
     each global stage (`layers_per_stage`), empty where all have the same number. `cost` are FLOPs, which give the bound;
     `measured` costs, where there are any, decide in their place.
 
+    lead_window: backwards ahead that a pipeline's lead looks at, None for the default (`prefixflow.schedule.table`).
+
     expert_block: so many consecutive data-parallel ranks exchange tokens (`ParallelLayout.expert_block`); they get equal
     numbers of microbatches. equal_tokens: and of equal physical tokens, as the allgather dispatcher needs.
     route_mismatch: replay the trajectories' routes under this policy; None ignores them.
@@ -90,6 +92,7 @@ class PlanConfig:
     pipeline_size: int = 1
     num_chunks: int = 1
     stage_layers: tuple[int, ...] = ()
+    lead_window: int | None = None
     expert_block: int = 1
     equal_tokens: bool = False
     route_mismatch: RouteMismatch | None = None

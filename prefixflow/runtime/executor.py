@@ -1,8 +1,8 @@
-"""Run one rank's row of the table: receive, compute, send, operation by operation."""
+"""Run one rank's row of the table: receive, compute, send, operation by operation, with what the memory plan puts between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from prefixflow.runtime.failures import this_process
 from prefixflow.runtime.links import Links
 from prefixflow.schedule.ops import Kind, Op
+from prefixflow.schedule.residency import MemoryAction, MemoryPlan
 from prefixflow.schedule.table import OpTable, surroundings
 
 Observer = Callable[[Op], AbstractContextManager[Any]]
@@ -29,6 +30,10 @@ class Stage(Protocol):
         None on the last stage, which has the loss."""
         ...
 
+    def act(self, action: MemoryAction) -> None:
+        """Move, drop or recompute what the memory plan says."""
+        ...
+
     def finish(self) -> None:
         """All operations have run: nothing may be left."""
         ...
@@ -40,17 +45,24 @@ def execute(
     stages: Mapping[int, Stage],
     links: Links | None = None,
     observe: Observer | None = None,
+    memory: MemoryPlan | None = None,
 ) -> None:
     """Run the row of pipeline rank `rank` in order. `links` may be None where one stage is the whole model.
+
+    memory: of this row. Actions before an operation run while its message is on its way, those after it when its result
+    is; neither is observed.
 
     An error carries a note that names the rank and the operation, and shows what stands around it on every rank.
     """
     observe = observe or _unobserved
+    memory = memory or MemoryPlan()
     row = table.rows[rank]
     for place, op in enumerate(row):
         follows_at_once = place + 1 < len(row) and row[place + 1] == Op(op.stage, Kind.BACKWARD, op.microbatch)
         try:
+            _act(memory.before.get(place, ()), stages)
             _run(op, stages[op.stage], links, observe, keep_logits=follows_at_once)
+            _act(memory.after.get(place, ()), stages)
         except Exception as error:
             error.add_note(
                 f"PrefixFlow: {this_process()}in operation {op} (number {place} of {len(row)} of pipeline rank {rank}).\n"
@@ -73,6 +85,15 @@ def _run(op: Op, stage: Stage, links: Links | None, observe: Observer, *, keep_l
     if links is not None and links.topology.target(op) is not None:
         assert result is not None
         links.send(op, result)
+
+
+def _act(actions: Sequence[MemoryAction], stages: Mapping[int, Stage]) -> None:
+    for action in actions:
+        try:
+            stages[action.stage].act(action)
+        except Exception as error:
+            error.add_note(f"PrefixFlow: in action {action} of the memory plan.")
+            raise
 
 
 def _unobserved(op: Op) -> AbstractContextManager[None]:

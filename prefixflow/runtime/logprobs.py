@@ -179,6 +179,16 @@ class RowLogprobs:
         """Dtype of the log-probabilities and of the gradients' accumulation."""
         return _compute_dtype(self._hidden)
 
+    def take_hidden(self) -> Tensor:
+        """Give away the hidden rows [R, h]; `put_hidden` must bring them back before `backward`."""
+        hidden = self._hidden
+        del self._hidden
+        return hidden
+
+    def put_hidden(self, hidden: Tensor) -> None:
+        """The hidden rows [R, h] that the forward had, again."""
+        self._hidden = hidden.detach()
+
     def _forward(self, with_entropy: bool) -> None:
         num_rows = self._hidden.shape[0]
         # With e = exp(z - max): sum of e, sum of e * (z - max), and the label's z.

@@ -6,12 +6,17 @@ the memory. The choice depends on the plan and the memory model alone, so it is 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from prefixflow.plan.context import ContextKV
-from prefixflow.plan.plan import Plan
-from prefixflow.schedule.memory import MemoryModel, Phase, peak_bytes
+from prefixflow.plan.plan import Plan, PlanConfig
+from prefixflow.schedule.fit import AUTO, Fit, fit_plan
+from prefixflow.schedule.memory import MemoryModel, Phase
+from prefixflow.schedule.peak import peak_bytes
+from prefixflow.schedule.residency import GIB, ActivationPolicy, HostLink
 from prefixflow.schedule.search import rank_table
+from prefixflow.trajectories.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +28,62 @@ class ContextKVChoice:
 
 
 def predicted_peaks(plan: Plan, memory: MemoryModel) -> dict[Phase, int]:
-    """Largest bytes alive in each phase on any rank."""
+    """Largest bytes alive in each phase on any rank, with everything kept on the device."""
     tables = [rank_table(plan, rank) for rank in range(len(plan.ranks))]
     peaks = [peak_bytes(plan, rank, row, memory) for rank, table in enumerate(tables) for row in table.rows]
     return {phase: max(peak[phase] for peak in peaks) for phase in Phase}
 
 
-def choose_context_kv(
-    wanted: ContextKV | None, plan: Plan, memory: MemoryModel, budget_bytes: float | None
-) -> ContextKVChoice:
-    """`wanted` where it is named; None takes `GATHER` unless its predicted peak exceeds the budget, then `RING`."""
+def unfitted_choice(wanted: ContextKV | None) -> ContextKVChoice:
+    """Without a memory budget: what is asked for, else `GATHER`."""
     if wanted is not None:
         return ContextKVChoice(wanted, "asked for")
-    if budget_bytes is None:
-        return ContextKVChoice(ContextKV.GATHER, "moves least, and there is no memory budget")
-    peak = max(predicted_peaks(plan, replace(memory, context_kv=ContextKV.GATHER)).values())
-    figures = f"{peak / 2**30:.2f} GiB of a budget of {budget_bytes / 2**30:.2f} GiB"
-    if peak > budget_bytes:
-        return ContextKVChoice(ContextKV.RING, f"gathered K/V would need {figures}")
-    return ContextKVChoice(ContextKV.GATHER, f"moves least, and needs {figures}")
+    return ContextKVChoice(ContextKV.GATHER, "moves least, and there is no memory budget")
+
+
+def fit_with_context(
+    trajectories: Sequence[Trajectory],
+    config: PlanConfig,
+    memory: MemoryModel,
+    budget_bytes: int,
+    wanted: ContextKV | None,
+    *,
+    policies: Sequence[ActivationPolicy] = AUTO,
+    kv_budget_bytes: int | None = None,
+    omit: Collection[int] = (),
+    host: HostLink | None = None,
+) -> tuple[Fit, ContextKVChoice]:
+    """`fit_plan` with K/V where `wanted` says. None takes `GATHER` where a step fits that keeps everything on the device, else
+    `RING`, and `GATHER` with what leaves the device only where that does not fit either. Errors as `fit_plan`."""
+
+    def fit(kv: ContextKV, allowed: Sequence[ActivationPolicy]) -> Fit:
+        return fit_plan(
+            trajectories,
+            config,
+            replace(memory, context_kv=kv),
+            budget_bytes,
+            policies=allowed,
+            kv_budget_bytes=kv_budget_bytes,
+            omit=omit,
+            host=host,
+        )
+
+    if wanted is not None or memory.context_parallel == 1:
+        choice = unfitted_choice(wanted)
+        return fit(choice.kv, policies), choice
+    budget = f"the budget of {budget_bytes / GIB:.4g} GiB"
+    try:
+        return fit(ContextKV.GATHER, (ActivationPolicy.KEEP,)), ContextKVChoice(
+            ContextKV.GATHER, f"moves least, and fits {budget}"
+        )
+    except ValueError:
+        pass
+    try:
+        return fit(ContextKV.RING, policies), ContextKVChoice(
+            ContextKV.RING, f"gathered K/V, all kept on the device, exceed {budget}"
+        )
+    except ValueError:
+        # The refusal that the caller gets is of the last way tried.
+        return fit(ContextKV.GATHER, policies), ContextKVChoice(
+            ContextKV.GATHER, f"sharded K/V do not fit {budget} either, and these can leave the device"
+        )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.cost import Costs
@@ -66,8 +67,16 @@ def predicted_timeline(plan: Plan, data_rank: int, rows: Sequence[int]) -> Timel
 def rank_table(plan: Plan, data_rank: int, *, training: bool = True) -> OpTable:
     """The operations of one data-parallel rank's pipeline, one row per pipeline rank; equal for ranks that exchange tokens."""
     config = plan.config
-    build = build_table if training else build_forward_table
-    return build(block_reads(plan, data_rank), num_ranks=config.pipeline_size, num_chunks=config.num_chunks)
+    reads, num_ranks, num_chunks = block_reads(plan, data_rank), config.pipeline_size, config.num_chunks
+    if not training:
+        return build_forward_table(reads, num_ranks=num_ranks, num_chunks=num_chunks)
+    return build_table(reads, num_ranks=num_ranks, num_chunks=num_chunks, window=config.lead_window)
+
+
+def with_lead_window(plan: Plan, window: int) -> Plan:
+    """The same microbatches under another lead."""
+    digest = hashlib.sha256(f"{plan.digest} {window}".encode()).hexdigest()[:16]
+    return replace(plan, config=replace(plan.config, lead_window=window), digest=digest)
 
 
 def block_reads(plan: Plan, data_rank: int) -> list[tuple[int, ...]]:

@@ -18,7 +18,7 @@ from prefixflow.trajectories import write_trajectories
 PLAN_KEYS = {
     "logical_tokens", "computed_tokens", "reuse_ratio", "depth", "shared_segments", "trajectories", "groups",
     "microbatches", "dummy_microbatches", "lead", "predicted_speedup", "bound", "pipeline_efficiency", "rank_loads",
-    "peak_bytes", "digest", "context_bytes", "split_loss_tokens", "microbatch_cost_spread", "largest_microbatch_tokens", "route_mismatch",
+    "peak_bytes", "peak_kv_bytes", "peak_cache_bytes", "kv_bytes_kept_to_end", "digest", "context_bytes", "split_loss_tokens", "microbatch_cost_spread", "largest_microbatch_tokens", "route_mismatch",
     "context_kv",
 }  # fmt: skip
 BENCH_KEYS = {
@@ -43,6 +43,8 @@ def test_plan_json_has_the_names_of_the_interface(file: Path, capsys: pytest.Cap
     report = plan_json(capsys, str(file), "--model", "tiny", "--dp", "3", "--max-tokens", "32")
     assert set(report) == PLAN_KEYS
     assert set(report["peak_bytes"]) == {"A", "B", "C"}
+    assert 0 < report["peak_kv_bytes"] < report["kv_bytes_kept_to_end"]
+    assert report["peak_kv_bytes"] < report["peak_cache_bytes"]
     assert len(report["rank_loads"]) == 3
     assert report["logical_tokens"] > report["computed_tokens"] > 0
     assert report["predicted_speedup"] > 1.0

@@ -27,7 +27,7 @@ METRIC_KEYS = [
     *("time_s", "time_forward_s", "time_backward_s", "tokens_per_s"),
     *("peak_bytes", "peak_bytes_predicted", "route_mismatch", "fallback"),
     *("load_balancing_loss", "z_loss", "routes_replayed", "routes_native"),
-    *("context_bytes", "context_bytes_planned"),
+    *("context_bytes", "context_bytes_planned", "peak_kv_bytes", "host_bytes", "evictions", "recomputed_blocks"),
 ]
 
 Metrics = list[dict[str, Any]]

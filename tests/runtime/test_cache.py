@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefixflow.runtime.cache import CacheError, KVCache
+from prefixflow.runtime.cache import CacheError, CacheTotals, DeviceBytes, KVCache
+from prefixflow.runtime.memory import LiveBytes
+from prefixflow.schedule.residency import Part
 
 
 def block(num_tokens: int, value: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -167,3 +169,162 @@ def test_ids_can_be_used_again_in_the_next_step(cache: KVCache) -> None:
     cache.begin_step()
     cache.write(0, 7, block(3, 0), block(3, 0))
     assert (cache.num_writes, cache.peak_kv_bytes) == (1, cache.kv_bytes)
+
+
+# Under a budget.
+
+EVERY_PART = pytest.mark.parametrize("part", Part)
+
+
+def with_gradients(cache: KVCache) -> KVCache:
+    for layer in (0, 1):
+        cache.add_gradient(layer, (7, 9), block(5, 10.0 + layer), block(5, -10.0 - layer))
+    return cache
+
+
+def test_evicted_parts_come_back_as_they_were(cache: KVCache) -> None:
+    with_gradients(cache)
+    before = [[x.clone() for x in cache.read(layer, (7,))] for layer in (0, 1)]
+    device_bytes, per_block = cache.kv_bytes + cache.gradient_bytes, 2 * 3 * 2 * 2 * 4 * 4
+    for part in Part:
+        cache.evict(7, part)
+    assert cache.kv_bytes + cache.gradient_bytes == device_bytes - 2 * per_block
+    assert cache.host_bytes == cache.arena.num_bytes == 2 * per_block
+    for part in Part:
+        cache.fetch(7, part)
+    # 9 was evicted by nobody.
+    cache.add_gradient(0, (9, 7), block(5, 1), block(5, 1))
+    for layer in (0, 1):
+        for expected, got in zip(before[layer], cache.read(layer, (7,)), strict=True):
+            assert torch.equal(expected, got)
+    taken = [cache.take_gradient(layer, 7) for layer in (0, 1)]
+    assert [[float(x.unique()) for x in pair] for pair in taken if pair] == [[11.0, -9.0], [11.0, -11.0]]
+    assert (cache.host_bytes, cache.arena.num_bytes, cache.peak_host_bytes) == (0, 0, 2 * per_block)
+    assert (cache.num_evictions, cache.num_fetches) == (2, 2)
+
+
+@EVERY_PART
+def test_eviction_frees_the_device_until_the_fetch(part: Part) -> None:
+    """Of the storages themselves: an account alone would not show a copy that somebody holds."""
+    with LiveBytes() as live:
+        cache = KVCache()
+        cache.write(0, 7, torch.zeros(3, 2, 4), torch.zeros(3, 2, 4))
+        cache.add_gradient(0, (7,), torch.zeros(3, 2, 4), torch.zeros(3, 2, 4))
+        held = live.now
+        cache.evict(7, part)
+        assert live.now == held - 2 * 3 * 2 * 4 * 4
+        cache.fetch(7, part)
+        assert live.now == held
+
+
+@EVERY_PART
+def test_streamed_parts_are_on_the_host_between_calls(part: Part) -> None:
+    with LiveBytes() as live:
+        cache = KVCache()
+        cache.stream(7, part)
+        for layer in (0, 1):
+            cache.write(layer, 7, torch.full((3, 2, 4), 1.0 + layer), torch.zeros(3, 2, 4))
+            for _ in range(2):
+                cache.add_gradient(layer, (7,), torch.full((3, 2, 4), 5.0 + layer), torch.zeros(3, 2, 4))
+        per_layer = 2 * 3 * 2 * 4 * 4
+        assert live.now == cache.kv_bytes + cache.gradient_bytes == cache.host_bytes == 2 * per_layer
+        assert [float(cache.read(layer, (7,))[0].unique()) for layer in (0, 1)] == [1.0, 2.0]
+        assert cache.peak_bytes == 3 * per_layer
+        cache.release(7)
+        taken = [cache.take_gradient(layer, 7) for layer in (1, 0)]
+        assert [float(pair[0].unique()) for pair in taken if pair] == [12.0, 10.0]
+        assert cache.take_gradient(1, 7) is None
+        cache.close(7)
+        cache.assert_empty()
+    assert cache.arena.num_bytes == 0
+
+
+def test_streaming_begins_before_a_part_does(cache: KVCache) -> None:
+    with pytest.raises(CacheError, match=r"stream of the K/V of block 7: expected a part that has nothing yet"):
+        cache.stream(7, Part.KEYS_VALUES)
+    cache.stream(7, Part.GRADIENTS)
+    with pytest.raises(CacheError, match=r"evict of the gK/gV of block 7: its gK/gV are streamed"):
+        cache.evict(7, Part.GRADIENTS)
+    cache.add_gradient(1, (7,), block(3, 1), block(3, 1))
+    cache.release(7)
+    with pytest.raises(CacheError, match=r"close of block 7.* gradients of layers \[1\] are left"):
+        cache.close(7)
+
+
+def test_evicted_parts_cannot_be_used(cache: KVCache) -> None:
+    with_gradients(cache)
+    for part in Part:
+        cache.evict(7, part)
+    on_host = r"of block 7, layer 0: its K/V are on the host; the memory plan must fetch them before"
+    with pytest.raises(CacheError, match=f"read {on_host}"):
+        cache.read(0, (9, 7))
+    with pytest.raises(CacheError, match=f"add_gradient {on_host}"):
+        cache.add_gradient(0, (7,), block(3, 1), block(3, 1))
+    with pytest.raises(CacheError, match=r"write of block 7, layer 0: it is already written"):
+        cache.write(0, 7, block(3, 1), block(3, 1))
+    with pytest.raises(CacheError, match=r"take_gradient of block 7, layer 1: its gK/gV are on the host"):
+        cache.take_gradient(1, 7)
+    with pytest.raises(CacheError, match=r"evict of the K/V of block 7: its K/V are on the host"):
+        cache.evict(7, Part.KEYS_VALUES)
+    with pytest.raises(CacheError, match=r"release of block 7: its K/V are on the host"):
+        cache.release(7)
+    with pytest.raises(CacheError, match=r"drop of the K/V of block 7: its K/V are on the host"):
+        cache.drop(7)
+    cache.fetch(7, Part.KEYS_VALUES)
+    with pytest.raises(CacheError, match=r"add_gradient of block 7, layer 0: its gK/gV are on the host"):
+        cache.add_gradient(0, (7,), block(3, 1), block(3, 1))
+    with pytest.raises(CacheError, match=r"fetch of the K/V of block 7: expected them on the host"):
+        cache.fetch(7, Part.KEYS_VALUES)
+
+
+def test_gradients_cannot_be_lost_on_the_host(cache: KVCache) -> None:
+    cache.add_gradient(1, (7,), block(3, 1), block(3, 1))
+    cache.evict(7, Part.GRADIENTS)
+    cache.release(7)
+    cache.release(9)
+    with pytest.raises(CacheError, match=r"close of block 7: its gK/gV are on the host"):
+        cache.close(7)
+    with pytest.raises(CacheError, match=r"blocks \[7\] .* on the host: gK/gV of block 7"):
+        cache.assert_empty()
+
+
+def test_gradients_that_nobody_added_to_are_evicted_too(cache: KVCache) -> None:
+    """The last layer of a microbatch without rows reads nothing, and may be all that a stage has."""
+    cache.evict(7, Part.GRADIENTS)
+    with pytest.raises(CacheError, match=r"add_gradient of block 7, layer 0: its gK/gV are on the host"):
+        cache.add_gradient(0, (7,), block(3, 1), block(3, 1))
+    cache.fetch(7, Part.GRADIENTS)
+    assert cache.take_gradient(0, 7) is None
+
+
+def test_dropped_blocks_are_written_anew_in_every_layer(cache: KVCache) -> None:
+    cache.drop(7)
+    assert cache.kv_bytes == 2 * 2 * 2 * 2 * 4 * 4
+    again = r"its K/V were dropped; the memory plan must recompute the microbatch that wrote them"
+    for refused in (lambda: cache.read(0, (7,)), lambda: cache.drop(7), lambda: cache.release(7)):
+        with pytest.raises(CacheError, match=again):
+            refused()
+    with pytest.raises(CacheError, match="already written"):
+        cache.write(0, 7, block(3, 7), block(3, -7))
+    cache.rewrite(0, 7, block(3, 7), block(3, -7))
+    with pytest.raises(CacheError, match=r"read of block 7, layer 1: .*dropped"):
+        cache.read(1, (7,))
+    with pytest.raises(CacheError, match=r"rewrite of block 7, layer 0: .* its dropped layers are \[1\]"):
+        cache.rewrite(0, 7, block(3, 7), block(3, -7))
+    with pytest.raises(CacheError, match=r"evict of the K/V of block 7: .*dropped"):
+        cache.evict(7, Part.KEYS_VALUES)
+    cache.rewrite(1, 7, block(3, 1007), block(3, -1007))
+    assert float(cache.read(1, (7,))[0][0, 0, 0]) == 1007.0
+    assert (cache.num_recomputes, cache.dropped_blocks) == (1, frozenset())
+    with pytest.raises(CacheError, match=r"rewrite of block 9, layer 0: .* it is not dropped"):
+        cache.rewrite(0, 9, block(2, 0), block(2, 0))
+
+
+def test_caches_of_one_rank_have_one_peak() -> None:
+    device = DeviceBytes()
+    caches = [KVCache(device=device) for _ in range(2)]
+    for cache in caches:
+        cache.write(0, 7, block(3, 1), block(3, 1))
+        cache.release(7)
+    totals = CacheTotals.of(caches, device)
+    assert totals.peak_bytes == caches[0].peak_bytes == caches[1].peak_bytes

@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from prefixflow.runtime.executor import execute
 from prefixflow.runtime.links import Topology
 from prefixflow.schedule.ops import Op
+from prefixflow.schedule.residency import MemoryAction, MemoryPlan, Move, Part
 from prefixflow.schedule.table import build_table
 
 
@@ -28,6 +30,9 @@ class Recorder:
     def backward(self, m: int, received: Any) -> torch.Tensor:
         self.calls.append(f"B{m}")
         return torch.zeros(1)
+
+    def act(self, action: MemoryAction) -> None:
+        self.calls.append(str(action))
 
     def receive(self, op: Op) -> torch.Tensor:
         self.calls.append("receive")
@@ -51,3 +56,27 @@ def test_the_wait_for_a_message_is_not_observed() -> None:
     execute(build_table([()], num_ranks=3), 1, {1: recorder}, recorder, recorder.observe)  # type: ignore[arg-type]
     operations = [["receive", "begin", name, "end", "send"] for name in ("F0", "B0")]
     assert recorder.calls == [*operations[0], *operations[1], "finish", "finish"]
+
+
+def test_actions_of_the_memory_plan_stand_before_and_after_their_operation() -> None:
+    recorder = Recorder()
+    evict, fetch = (MemoryAction(move, 1, 7, Part.KEYS_VALUES) for move in (Move.EVICT, Move.FETCH))
+    plan = MemoryPlan(before={1: (fetch,)}, after={0: (evict,)})
+    execute(build_table([()], num_ranks=3), 1, {1: recorder}, recorder, recorder.observe, plan)  # type: ignore[arg-type]
+    forward, backward = (["receive", "begin", name, "end", "send"] for name in ("F0", "B0"))
+    assert recorder.calls == [*forward, "evict 1:7 kv", "fetch 1:7 kv", *backward, "finish", "finish"]
+
+
+def test_an_error_in_an_action_names_the_action_and_the_operation() -> None:
+    recorder = Recorder()
+    plan = MemoryPlan(before={1: (MemoryAction(Move.DROP, 1, 7),)})
+
+    def act(action: MemoryAction) -> None:
+        raise ValueError("gone")
+
+    recorder.act = act  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="gone") as caught:
+        execute(build_table([()], num_ranks=3), 1, {1: recorder}, recorder, memory=plan)  # type: ignore[arg-type]
+    notes = "\n".join(caught.value.__notes__)
+    assert "in action drop 1:7 of the memory plan" in notes
+    assert "in operation 1B0" in notes

@@ -14,6 +14,7 @@ from prefixflow.runtime.links import Channel, Links, Topology
 from prefixflow.runtime.memory import LiveBytes
 from prefixflow.runtime.world import Worlds
 from prefixflow.schedule.ops import Kind, Op
+from prefixflow.schedule.residency import MemoryAction
 from prefixflow.schedule.table import OpTable
 
 SHAPE = (1000, 1, 16)
@@ -41,6 +42,9 @@ class DoublingStage:
         assert leaf.grad is not None
         self.gradients[m] = float(leaf.grad.sum())
         return None if self.is_first else leaf.grad
+
+    def act(self, action: MemoryAction) -> None:
+        raise AssertionError(f"there is no memory plan, but {action} ran")
 
     def finish(self) -> None:
         assert not self.roots

@@ -7,28 +7,24 @@ from dataclasses import replace
 import pytest
 
 from prefixflow.plan.context import ContextKV
-from prefixflow.plan.plan import Plan, PlanConfig, build_plan
+from prefixflow.plan.plan import PlanConfig, build_plan
 from prefixflow.plan.shapes import ModelShape
-from prefixflow.schedule.context import choose_context_kv, predicted_peaks
+from prefixflow.schedule.context import ContextKVChoice, fit_with_context, predicted_peaks, unfitted_choice
+from prefixflow.schedule.fit import SMALLEST_TOKEN_BUDGET
 from prefixflow.schedule.memory import MemoryModel
 from prefixflow.schedule.ops import Kind
 from tests.plan.groups import batch_of
 
 GATHER = MemoryModel(ModelShape.from_name("tiny"), context_parallel=4)
 RING = replace(GATHER, context_kv=ContextKV.RING)
-PREFIX, SUFFIX = 64, 16
-
-
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    batch = batch_of(*([1] * (PREFIX + 1) + [10 * i, *range(2, 1 + SUFFIX)] for i in range(2, 5)))
-    return build_plan(batch, PlanConfig(SUFFIX, token_multiple=8))
+PREFIX, SUFFIX = 640, 16
+BATCH = batch_of(*([1] * (PREFIX + 1) + [10 * i, *range(2, 1 + SUFFIX)] for i in range(2, 5)))
+CONFIG = PlanConfig(2 * SMALLEST_TOKEN_BUDGET, token_multiple=8)
 
 
 def test_shards_divide_what_is_kept_and_add_what_is_under_way() -> None:
     for name in ("kv_bytes_per_token", "kv_gradient_bytes_per_token"):
         assert 4 * getattr(RING, name) == getattr(GATHER, name)
-    assert RING.kept_bytes_per_token == GATHER.kept_bytes_per_token - 3 * RING.kv_bytes_per_token
     assert GATHER.ring_bytes(8, Kind.BACKWARD) == 0
     of_layer = RING.kv_bytes_per_token // RING.shape.num_layers
     assert RING.ring_bytes(8, Kind.FORWARD) == 8 * 2 * of_layer
@@ -37,14 +33,20 @@ def test_shards_divide_what_is_kept_and_add_what_is_under_way() -> None:
     assert replace(RING, pipeline_parallel=2).ring_bytes(8, Kind.FORWARD) == RING.ring_bytes(8, Kind.FORWARD)
 
 
-def test_auto_gathers_while_that_fits(plan: Plan) -> None:
-    gathered, sharded = (max(predicted_peaks(plan, memory).values()) for memory in (GATHER, RING))
+def test_auto_gathers_while_that_fits() -> None:
+    def choice_of(budget_bytes: int, wanted: ContextKV | None = None) -> ContextKVChoice:
+        fit, choice = fit_with_context(BATCH, CONFIG, GATHER, budget_bytes, wanted)
+        assert fit.largest_bytes <= budget_bytes
+        return choice
+
+    # Of the smallest microbatches that are tried: the budget of tokens is halved before K/V are sharded.
+    kept = PlanConfig(SMALLEST_TOKEN_BUDGET, token_multiple=8)
+    gathered, sharded = (max(predicted_peaks(build_plan(BATCH, kept), memory).values()) for memory in (GATHER, RING))
     assert sharded < gathered
-    for memory in (GATHER, RING):
-        assert choose_context_kv(None, plan, memory, None).kv is ContextKV.GATHER
-        assert choose_context_kv(None, plan, memory, gathered).kv is ContextKV.GATHER
-        choice = choose_context_kv(None, plan, memory, gathered - 1)
-        assert choice.kv is ContextKV.RING
-        assert "budget" in choice.reason
-        assert choose_context_kv(ContextKV.RING, plan, memory, 2 * gathered).kv is ContextKV.RING
-        assert choose_context_kv(ContextKV.GATHER, plan, memory, 1).kv is ContextKV.GATHER
+    assert unfitted_choice(None).kv is ContextKV.GATHER
+    assert choice_of(gathered).kv is ContextKV.GATHER
+    assert choice_of(gathered - 1).kv is ContextKV.RING
+    assert "budget" in choice_of(gathered - 1).reason
+    assert choice_of(2 * gathered, ContextKV.RING).kv is ContextKV.RING
+    with pytest.raises(ValueError, match="--memory-budget-gib"):
+        choice_of(GATHER.state_bytes)

@@ -46,10 +46,11 @@ from prefixflow.runtime.context import Pending, SplitMicrobatch
 
 
 class Operation(enum.Enum):
-    """What the executor is running; a backward includes the recomputation inside it."""
+    """What the executor is running; a backward includes the recomputation inside it, RECOMPUTE writes dropped blocks anew."""
 
     FORWARD = "F"
     BACKWARD = "B"
+    RECOMPUTE = "R"
     FORWARD_ONLY = "FO"
 
 
@@ -63,7 +64,7 @@ class AttentionContext:
 
     `split` under context parallelism: queries of all slices count among this rank's positions, keys of
     local slices and `writes` among those of the microbatch. Without it the two are the same. The keys of a causal
-    slice are the positions of its queries.
+    slice are the positions of its queries. `reads_own`: a recomputation under it takes K/V of `writes` from the cache.
 
     Derived: `causal`, the causal slices by query; `full`, all others; `num_tokens`, the queries.
     """
@@ -76,6 +77,7 @@ class AttentionContext:
     operation: Operation = Operation.FORWARD
     keys_only_layer: int | None = None
     split: SplitMicrobatch | None = None
+    reads_own: bool = False
     causal: tuple[LocalSlice, ...] = field(init=False)
     full: tuple[LocalSlice | CachedSlice, ...] = field(init=False)
     num_tokens: int = field(init=False)
@@ -222,19 +224,21 @@ class GatheredAttention(torch.autograd.Function):
 
 
 def _start_gather(k: Tensor, v: Tensor, context: AttentionContext, layer: int) -> Pending:
-    """K/V of the microbatch. What it wrote is in the cache until its backward is done, and is not gathered again."""
+    """K/V of the microbatch. What it wrote is not gathered again where it is in the cache until its backward is done."""
     assert context.split is not None
-    if context.operation is not Operation.BACKWARD or not context.writes:
+    if context.operation is not Operation.BACKWARD or not (context.reads_own and context.writes):
         return context.split.start_gather(k, v)
     known = [(tokens, context.cache.read(layer, (block,))) for block, tokens in context.writes]
     return context.split.start_completing(k, v, known)
 
 
 def _write(k: Tensor, v: Tensor, context: AttentionContext, layer: int) -> None:
-    """Store what later microbatches read, unless this is a recomputation."""
+    """Store what later microbatches read, unless this is a recomputation inside a backward."""
     if context.operation is not Operation.BACKWARD:
+        again = context.operation is Operation.RECOMPUTE
+        store = context.cache.rewrite if again else context.cache.write
         for block, tokens in context.writes:
-            context.cache.write(layer, block, k[tokens.slice], v[tokens.slice])
+            store(layer, block, k[tokens.slice], v[tokens.slice])
 
 
 def _take_gradients(context: AttentionContext, layer: int) -> list[tuple[Range, Tensor, Tensor]]:

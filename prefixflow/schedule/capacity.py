@@ -1,0 +1,152 @@
+"""The longest prefix and the largest group that fit a memory budget, by how a step is run (pure).
+
+One group of `group_size` trajectories with a common prefix, as many groups as ranks exchange tokens. Both sides have the token
+budget of one dense trajectory, so that a dense step is possible at all. A longer prefix, and a larger group, never need less,
+so the longest is found by doubling and bisection; each trial is a plan whose peak is predicted like any other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_low
+
+import numpy as np
+
+from prefixflow.plan.plan import Plan, PlanConfig, PrefixReuse, build_plan
+from prefixflow.schedule.fit import Judge, MemoryChoice
+from prefixflow.schedule.memory import MemoryModel, Recompute
+from prefixflow.schedule.residency import ActivationPolicy
+from prefixflow.trajectories.types import Trajectory
+
+LARGEST_GROUP = 1024
+PREFIX_STEP = 64
+"""Tokens to which the longest prefix is found."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """A group of `size` trajectories: a common prefix, and a suffix that is trained, in tokens."""
+
+    size: int
+    prefix_tokens: int
+    suffix_tokens: int
+
+    @classmethod
+    def typical(cls, trajectories: Sequence[Trajectory]) -> GroupShape:
+        """Medians over the groups of a batch; the prefix is what all members of a group begin with."""
+        groups: dict[str, list[Trajectory]] = {}
+        for trajectory in trajectories:
+            groups.setdefault(trajectory.group, []).append(trajectory)
+        prefixes = [_common_tokens(members) for members in groups.values()]
+        longest = [max(map(len, members)) for members in groups.values()]
+        return cls(
+            size=median_low([len(members) for members in groups.values()]),
+            prefix_tokens=max(1, median_low(prefixes)),
+            suffix_tokens=max(1, median_low([n - p for n, p in zip(longest, prefixes, strict=True)])),
+        )
+
+    def trajectories(self, num_groups: int) -> tuple[Trajectory, ...]:
+        """Tokens differ where they must; what they are does not matter to a plan."""
+        length = self.prefix_tokens + self.suffix_tokens
+        mask = np.arange(length) >= self.prefix_tokens
+        made = []
+        for group, member in itertools.product(range(num_groups), range(self.size)):
+            tokens = np.zeros(length, np.int64)
+            tokens[self.prefix_tokens] = 1 + member
+            made.append(Trajectory(f"{group}/{member}", str(group), tokens, mask, 1.0))
+        return tuple(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a step is run: its name, reuse, the policy of dormant activations, Megatron's own recomputation."""
+
+    name: str
+    reuse: PrefixReuse
+    choice: MemoryChoice
+    recompute: Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Longest prefix with the group's size and suffix, and largest group with its prefix and suffix; None: nothing fits."""
+
+    way: Way
+    prefix_tokens: int | None
+    group_size: int | None
+
+
+def ways() -> Iterator[Way]:
+    """Dense and reuse under every policy, each without recomputation and with all layers recomputed."""
+    for recompute in (Recompute.NONE, Recompute.FULL):
+        suffix = "" if recompute is Recompute.NONE else ", full recomputation"
+        yield Way(f"dense{suffix}", PrefixReuse.OFF, MemoryChoice(), recompute)
+        for policy in ActivationPolicy:
+            yield Way(f"reuse, {policy.value}{suffix}", PrefixReuse.ON, MemoryChoice(policy), recompute)
+
+
+def find_capacity(
+    group: GroupShape, config: PlanConfig, memory: MemoryModel, budget_bytes: int
+) -> tuple[Capacity, ...]:
+    """Of every way, for the layout of `config` and `memory`."""
+    return tuple(
+        Capacity(
+            way,
+            _largest(
+                lambda n, w=way: _fits(replace(group, prefix_tokens=n), w, config, memory, budget_bytes),  # type: ignore[misc]
+                memory.shape.max_positions - group.suffix_tokens,
+                PREFIX_STEP,
+            ),
+            _largest(lambda n, w=way: _fits(replace(group, size=n), w, config, memory, budget_bytes), LARGEST_GROUP, 1),  # type: ignore[misc]
+        )
+        for way in ways()
+    )
+
+
+def _fits(group: GroupShape, way: Way, config: PlanConfig, memory: MemoryModel, budget_bytes: int) -> bool:
+    trajectories = group.trajectories(config.expert_block)
+    plan = _plan(group, way, config, trajectories)
+    fit = Judge(trajectories, replace(memory, recompute=way.recompute)).fit(plan, way.choice)
+    return fit is not None and fit.largest_bytes <= budget_bytes
+
+
+def _plan(group: GroupShape, way: Way, config: PlanConfig, trajectories: Sequence[Trajectory]) -> Plan:
+    num_tokens = group.prefix_tokens + group.suffix_tokens
+    multiple = config.token_multiple
+    return build_plan(
+        trajectories,
+        replace(
+            config,
+            prefix_reuse=way.reuse,
+            data_parallel_size=config.expert_block,
+            max_tokens_per_microbatch=-(-num_tokens // multiple) * multiple,
+            route_mismatch=None,
+        ),
+    )
+
+
+def _largest(fits: Callable[[int], bool], limit: int, step: int) -> int | None:
+    """Largest multiple of `step` up to `limit` (or `limit`) that fits, if any does."""
+    good, bad = 0, step
+    while bad <= limit and fits(bad):
+        good, bad = bad, 2 * bad
+    if bad > limit:
+        if limit > good and fits(limit):
+            return limit
+        bad = limit
+    while bad - good > step:
+        middle = (good + bad) // 2 // step * step
+        if middle == good:
+            break
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good or None
+
+
+def _common_tokens(members: Sequence[Trajectory]) -> int:
+    first, shortest = members[0].tokens, min(map(len, members))
+    differs = np.zeros(shortest, bool)
+    for other in members[1:]:
+        differs |= first[:shortest] != other.tokens[:shortest]
+    return int(np.argmax(differs)) if differs.any() else shortest - 1

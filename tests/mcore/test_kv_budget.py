@@ -1,0 +1,322 @@
+"""K/V and their gradients leave the device and come back, and the gradients are the same.
+
+Two kinds of memory plans. `--kv-budget-gib` at the least that the plan takes, what the greediest operation needs by itself:
+the plan's own choice. And plans that let nothing stay between two uses, at which every read, every sum and every way back
+of every block is tried, also where one path of blocks is all there is and no budget could move any of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.prefixflow import planning
+from megatron.prefixflow.arguments import memory_settings, parallel_layout, parse_arguments, plan_config
+from megatron.prefixflow.parity import Case, Runner
+from megatron.prefixflow.stage import StageRunner
+from prefixflow.plan.plan import Plan
+from prefixflow.runtime.attention.function import Operation
+from prefixflow.runtime.cache import KVCache
+from prefixflow.runtime.world import Worlds
+from prefixflow.schedule.memory import MemoryModel
+from prefixflow.schedule.replay import replay_cache
+from prefixflow.schedule.residency import (
+    GIB,
+    Entry,
+    EntryBytes,
+    HostLink,
+    MemoryAction,
+    MemoryPlan,
+    Move,
+    Part,
+    entries_used,
+    plan_memory,
+)
+from prefixflow.schedule.search import plan_pipeline, rank_table
+from prefixflow.testing.generate import Style, stepwise_chains, trees, two_level_groups
+from prefixflow.trajectories import read_trajectories, write_trajectories
+from tests.mcore.test_mutants import patch, replace_cached, restore
+
+FLOAT64_LIMIT = 1e-9
+FLOAT64_LIMIT_MOE = 1e-6
+TIMEOUT_S = 300.0
+STYLE = Style(logprobs=True)
+
+TINY = "--prefix-reuse on --dtype float64 --model tiny --num-layers 2"
+EXPERTS = "--prefix-reuse on --dtype float64 --model tiny-moe --num-layers 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
+MUCH = "--kv-budget-gib 1"
+
+Planner = Callable[..., MemoryPlan]
+
+to_host: Planner = partial(plan_memory, host=HostLink(bytes_per_s=1e30))
+"""Over this link all K/V that leave go to the host."""
+to_nowhere: Planner = partial(plan_memory, host=HostLink(bytes_per_s=1.0))
+"""And over this one, none that can be computed again."""
+
+
+def nothing_stays(
+    plan: Plan,
+    data_rank: int,
+    pipeline_rank: int,
+    memory: MemoryModel,
+    *,
+    drops: bool,
+    training: bool,
+    **_: Any,
+) -> MemoryPlan:
+    """After each operation everything leaves that is used again: K/V are dropped where `drops`, the rest goes to the host."""
+    microbatches = plan.ranks[data_rank]
+    row = rank_table(plan, data_rank, training=training).rows[pipeline_rank]
+    sizes = EntryBytes.of_plan(plan, memory)
+    writer = {block: m.id for m in microbatches for block in m.writes}
+    used = [[e for e in entries_used(microbatches[op.microbatch], op) if sizes.of(e)] for op in row]
+    open_uses = Counter(entry for entries in used for entry in entries)
+    away: dict[Entry, MemoryAction] = {}
+    before, after = {}, {}
+    for place, entries in enumerate(used):
+        # Blocks of a path come from its root: what a writer reads is there when it runs again.
+        back = dict.fromkeys(away.pop(entry) for entry in entries if entry in away)
+        before[place] = tuple(back)
+        open_uses.subtract(entries)
+        leaving = [entry for entry in entries if open_uses[entry]]
+        for entry in leaving:
+            is_dropped = drops and training and not entry.is_gradient
+            again = MemoryAction(Move.RECOMPUTE, entry.stage, writer[entry.block])
+            away[entry] = again if is_dropped else entry.action(Move.FETCH)
+        after[place] = tuple(
+            entry.action(Move.EVICT if away[entry].move is Move.FETCH else Move.DROP) for entry in leaving
+        )
+    return MemoryPlan(before=before, after=after)
+
+
+def all_is_streamed(
+    plan: Plan, data_rank: int, pipeline_rank: int, memory: MemoryModel, *, training: bool, **_: Any
+) -> MemoryPlan:
+    """Everything lives on the host from its first use on."""
+    row = rank_table(plan, data_rank, training=training).rows[pipeline_rank]
+    sizes = EntryBytes.of_plan(plan, memory)
+    seen: set[Entry] = set()
+    before = {}
+    for place, op in enumerate(row):
+        new = [e for e in entries_used(plan.ranks[data_rank][op.microbatch], op) if sizes.of(e) and e not in seen]
+        before[place] = tuple(entry.action(Move.STREAM) for entry in new)
+        seen.update(new)
+    return MemoryPlan(before=before)
+
+
+evict_all: Planner = partial(nothing_stays, drops=False)
+drop_all: Planner = partial(nothing_stays, drops=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Puts back what the last case patched in a process; then its planner, and a fault."""
+
+    planner: Planner
+    mutant: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        restore()
+        patch(planning, "plan_memory", self.planner)
+        if self.mutant is not None:
+            self.mutant()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    batches = {
+        "groups": two_level_groups(4, 4, seed=1, style=STYLE),
+        "chains": stepwise_chains(3, 4, prompt_tokens=24, turn_tokens=12, seed=3, style=STYLE),
+        "trees": trees(3, 3, 2, seed=4, style=STYLE),
+    }
+    folder: Path = tmp_path_factory.mktemp("trajectories")
+    for name, batch in batches.items():
+        write_trajectories(folder / f"{name}.jsonl", batch)
+    return {name: str(folder / f"{name}.jsonl") for name in batches}
+
+
+@pytest.fixture(scope="module")
+def runner(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """One runner, so that references are computed once; its processes are left unpatched."""
+    with Runner(tmp_path_factory.mktemp("parity"), TIMEOUT_S, worlds=worlds) as kept:
+        yield kept
+        for size in (1, 2, 4):
+            worlds[size].run(restore)
+
+
+def run(
+    runner: Runner, file: str, text: str, planner: Planner, mutant: Callable[[], None] | None = None
+) -> dict[str, Any]:
+    runner.setup = Setup(planner, mutant)
+    return runner.run(Case(file, tuple(text.split())))
+
+
+def assert_exact(result: dict[str, Any], limit: float = FLOAT64_LIMIT) -> None:
+    assert result["ok"], result["reasons"]
+    assert result["max_rel_grad_err"] < limit
+    assert result["max_logprob_err"] < limit
+
+
+def least_budget(file: str, text: str) -> int:
+    """Bytes that the greediest operation needs, two layers at a time."""
+    args = parse_arguments(text.split())
+    layout = parallel_layout(args)
+    plan = plan_pipeline(read_trajectories(file), plan_config(args, layout))
+    sizes = EntryBytes.of_plan(plan, memory_settings(args, layout).model)
+    return max(
+        sum(map(sizes.streamed, entries_used(microbatches[op.microbatch], op)))
+        for rank, microbatches in enumerate(plan.ranks)
+        for row in rank_table(plan, rank).rows
+        for op in row
+    )
+
+
+def planned_evictions(file: str, text: str, planner: Planner, budget: int) -> int:
+    args = parse_arguments(text.split())
+    layout = parallel_layout(args)
+    plan = plan_pipeline(read_trajectories(file), plan_config(args, layout))
+    memory = memory_settings(args, layout).model
+    total = 0
+    for rank in range(len(plan.ranks)):
+        for position, row in enumerate(rank_table(plan, rank).rows):
+            moves = planner(plan, rank, position, memory, kv_budget_bytes=budget)
+            total += replay_cache(plan, rank, row, memory, moves, kv_budget_bytes=budget).num_evictions
+    return total * layout.tp * layout.cp
+
+
+ORDINARY = [
+    ("trees", "--max-tokens 16", evict_all),
+    ("trees", "--max-tokens 16 --recompute full", drop_all),
+    ("chains", "--max-tokens 32 --pp 2", drop_all),
+    ("chains", "--max-tokens 32", all_is_streamed),
+]
+GRID = [
+    (file, f"--max-tokens 16 {layout} --recompute {recompute}", planner)
+    for file in ("groups", "chains", "trees")
+    for layout in ("", "--pp 2", "--tp 2 --sequence-parallel", "--tp 2", "--cp 2", "--pp 2 --vpp 2 --num-layers 4")
+    for recompute in ("none", "full")
+    for planner in (evict_all, drop_all, all_is_streamed)
+]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "planner"), [*ORDINARY, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in GRID)]
+)
+def test_nothing_stays(runner, files, file, text, planner):
+    result = run(runner, files[file], f"{TINY} {text} {MUCH}", planner)
+    assert_exact(result)
+    assert result["host_bytes"] > 0
+    assert (result["evictions"] > 0) == (planner is not all_is_streamed)
+    assert (result["streamed_parts"] > 0) == (planner is all_is_streamed)
+    assert (result["recomputed_blocks"] > 0) == (planner is drop_all)
+    assert result["context_bytes"] == result["context_bytes_planned"]
+
+
+BUDGETS = [
+    ("groups", "--max-tokens 16 --pp 2", to_nowhere),
+    ("trees", "--max-tokens 32 --pp 2 --recompute full", to_host),
+    ("chains", "--max-tokens 32 --num-layers 4", to_host),
+]
+BUDGET_GRID = [
+    (file, f"--max-tokens {num_tokens} --pp 2 {more}", planner)
+    for file, num_tokens in (("groups", 16), ("chains", 64), ("trees", 32))
+    for more in ("", "--vpp 2 --num-layers 4 --recompute full", "--tp 2 --num-layers 8 --recompute selective", "--cp 2")
+    for planner in (to_host, to_nowhere)
+]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "planner"), [*BUDGETS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in BUDGET_GRID)]
+)
+def test_least_budget(runner, files, file, text, planner):
+    budget = least_budget(files[file], f"{TINY} {text}")
+    free = run(runner, files[file], f"{TINY} {text}", plan_memory)
+    assert free["peak_kv_bytes"] > budget
+    result = run(runner, files[file], f"{TINY} {text} --kv-budget-gib {budget / GIB!r}", planner)
+    assert_exact(result)
+    assert result["peak_kv_bytes"] <= budget
+    assert result["evictions"] == planned_evictions(files[file], f"{TINY} {text}", planner, budget)
+    assert result["evictions"] + result["recomputed_blocks"] + result["streamed_parts"] > 0
+    assert planner is to_nowhere or not result["recomputed_blocks"]
+
+
+def test_a_smaller_budget_is_refused(runner, files):
+    text = f"{TINY} --max-tokens 16"
+    budget = least_budget(files["trees"], text) - 1
+    result = run(runner, files["trees"], f"{text} --kv-budget-gib {budget / GIB!r}", plan_memory)
+    assert not result["ok"]
+    assert "1 too few" in result["reasons"][0]
+
+
+@pytest.mark.parametrize("planner", [evict_all, pytest.param(drop_all, marks=pytest.mark.slow)])
+def test_scoring_needs_no_budget_either(runner, files, planner):
+    """Reference log-probabilities that the file lacks come from a pass of forwards."""
+    result = run(runner, files["trees"], f"{TINY} --max-tokens 16 --kl-coef 0.1 {MUCH}", planner)
+    assert_exact(result)
+
+
+def test_experts_take_the_routes_of_the_first_forward(runner, files):
+    """Counts and losses of the routers would change if a recomputation left any."""
+    result = run(runner, files["trees"], f"{EXPERTS} --max-tokens 16 {MUCH}", drop_all)
+    assert_exact(result, FLOAT64_LIMIT_MOE)
+    assert result["recomputed_blocks"] > 0
+
+
+def test_experts_on_several_ranks_are_never_run_again(runner, files):
+    result = run(runner, files["trees"], f"{EXPERTS} --ep 2 --max-tokens 16 {MUCH}", drop_all)
+    assert not result["ok"]
+    assert "expected K/V to be evicted under expert parallelism" in result["reasons"][0]
+
+
+# Faults.
+
+
+def a_fetch_loses_key_gradients() -> None:
+    fetch = KVCache.fetch
+
+    def mutant(self, block, part):
+        fetch(self, block, part)
+        self._land(block, part)
+        if part is Part.GRADIENTS:
+            for gk, _ in self._gradients.get(block, {}).values():
+                gk.zero_()
+
+    patch(KVCache, "fetch", mutant)
+
+
+def a_recomputation_sees_no_ancestors() -> None:
+    body = StageRunner._body
+
+    def mutant(self, arrays, context, *more):
+        if context.operation is Operation.RECOMPUTE:
+            replace_cached(context, ())
+        return body(self, arrays, context, *more)
+
+    patch(StageRunner, "_body", mutant)
+
+
+def a_recomputation_stores_as_a_forward_does() -> None:
+    patch(KVCache, "rewrite", KVCache.write)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "planner"),
+    [(a_fetch_loses_key_gradients, evict_all), (a_recomputation_sees_no_ancestors, drop_all)],
+)
+def test_mutant_is_caught(runner, files, mutant, planner):
+    result = run(runner, files["trees"], f"{TINY} --max-tokens 16 {MUCH}", planner, mutant)
+    assert not result["ok"]
+    assert result["max_rel_grad_err"] > 1e-6, result["reasons"]
+
+
+def test_guard_stops_mutant(runner, files):
+    text = f"{TINY} --max-tokens 16 {MUCH}"
+    result = run(runner, files["trees"], text, drop_all, a_recomputation_stores_as_a_forward_does)
+    assert not result["ok"]
+    assert "it is already written" in result["reasons"][0]
