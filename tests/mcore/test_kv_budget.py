@@ -54,10 +54,15 @@ MUCH = "--kv-budget-gib 1"
 
 Planner = Callable[..., MemoryPlan]
 
-to_host: Planner = partial(plan_memory, host=HostLink(bytes_per_s=1e30))
-"""Over this link all K/V that leave go to the host."""
-to_nowhere: Planner = partial(plan_memory, host=HostLink(bytes_per_s=1.0))
-"""And over this one, none that can be computed again."""
+
+def to_host(*args: Any, **more: Any) -> MemoryPlan:
+    """Over a link so fast that nothing is worth computing again."""
+    return plan_memory(*args, **{**more, "host": HostLink(bytes_per_s=1e30)})
+
+
+def to_nowhere(*args: Any, **more: Any) -> MemoryPlan:
+    """Over a link so slow that all K/V are dropped that can be computed again."""
+    return plan_memory(*args, **{**more, "host": HostLink(bytes_per_s=1.0)})
 
 
 def nothing_stays(
