@@ -5,9 +5,14 @@ writes its blocks in its forward; readers read them in forward and again in back
 block's gradients; the writer's own backward takes the gradients and passes them on. Nothing here is
 ordered: everything is keyed by (layer, block).
 
-Under a budget a plan says which parts of a block leave the device for a while (`prefixflow.schedule.residency`): K/V and
-gK/gV of a block each go to the host and come back, and K/V may be forgotten and written anew by a recomputation. A part
-may also be *streamed*: it lives on the host, and an operation has the layer that it works on.
+Under a budget a plan says which parts of a block leave the device (`prefixflow.schedule.residency`). K/V and gK/gV of a
+block are two *entries*, each with all of its layers in one state:
+
+    HERE       on the device
+    EVICTED    on the host, until it is fetched
+    ARRIVING   fetched: the copies back have begun, the first use waits for them
+    STREAMED   on the host from the first write or sum to the end; whoever works on a layer has that layer
+    DROPPED    K/V only: forgotten, until a recomputation has written every layer anew
 
 Invariants
 1. A block is written once and never after it was freed, a dropped one once more; what is stored is detached and owns its
@@ -15,15 +20,16 @@ Invariants
    freeing or evicting the block then frees nothing until its graph goes.)
 2. Gradients are summed in float32, or in float64 for a float64 model, whatever the model's dtype.
 3. No gradient is lost without a word: freeing a block whose gradient nobody took is an error.
-4. What is not on the device is not used: whoever reads, adds to or takes an evicted part, or reads a dropped block, has
-   run before the plan brought it back, and that is an error.
+4. What is not on the device is not used: whoever reads, adds to or takes an evicted entry, or reads a dropped one, runs
+   before the plan has brought it back, and that is an error.
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -73,43 +79,76 @@ class CacheTotals:
         )
 
 
+class _State(enum.Enum):
+    HERE = enum.auto()
+    EVICTED = enum.auto()
+    ARRIVING = enum.auto()
+    STREAMED = enum.auto()
+    DROPPED = enum.auto()
+
+
+@dataclass(slots=True)
+class _Entry:
+    """K/V or gK/gV of a block by layer: `here` on the device, `away` in host memory; `missing`: dropped layers."""
+
+    state: _State = _State.HERE
+    here: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    away: dict[int, tuple[HostTensor, HostTensor]] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted(self.here.keys() | self.away.keys())
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(map(_num_bytes, self.here.values()))
+
+    @property
+    def handles(self) -> list[HostTensor]:
+        return list(itertools.chain(*self.away.values()))
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(handle.num_bytes for handle in self.handles)
+
+
 class KVCache:
     """Keys and values by (layer, block), with the gradients that readers add to them.
 
     Shapes: keys and values [T, n_kv, d] with T the block's number of tokens. Not thread-safe.
 
-    arena: where evicted parts go; device: counts what is not there. Caches of one rank share both; by default they are its own.
-    kv_bytes, gradient_bytes and their peaks are of the device. host_bytes: of what this cache has evicted.
-    num_evictions, num_fetches: parts moved, of all layers at once; num_streams: parts that live on the host; num_recomputes:
-    dropped blocks written anew.
+    arena: host memory; device: the account of what is on the device. Caches of one rank share both; the defaults are its own.
+    kv_bytes, gradient_bytes, their peaks and peak_bytes, of both together, are of the device; host_bytes of this cache's part of
+    the arena. num_evictions, num_fetches and num_streams count entries, num_recomputes dropped blocks written anew.
     """
 
     def __init__(self, arena: HostArena | None = None, device: DeviceBytes | None = None) -> None:
         self.arena = arena or HostArena()
         self._device = device or DeviceBytes()
-        self._keys_values: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
-        self._gradients: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
-        self._on_host: dict[tuple[int, Part], dict[int, tuple[HostTensor, HostTensor]]] = {}
-        self._arriving: dict[tuple[int, Part], dict[int, tuple[HostTensor, HostTensor]]] = {}
-        self._streamed: dict[tuple[int, Part], dict[int, tuple[HostTensor, HostTensor]]] = {}
-        self._dropped: dict[int, frozenset[int]] = {}
+        self._entries: dict[tuple[int, Part], _Entry] = {}
         self._freed: set[int] = set()
-        self.num_evictions = self.num_fetches = self.num_recomputes = self.num_streams = 0
-        self.host_bytes = self.peak_host_bytes = 0
         self.num_writes = 0
         self.num_reads = 0
         self.num_gradient_adds = 0
+        self.num_evictions = self.num_fetches = self.num_recomputes = self.num_streams = 0
         self.kv_bytes = 0
         self.gradient_bytes = 0
+        self.host_bytes = 0
         self.peak_kv_bytes = 0
         self.peak_gradient_bytes = 0
         self.peak_bytes = 0
+        self.peak_host_bytes = 0
 
     @property
     def live_blocks(self) -> tuple[int, ...]:
-        """Blocks that hold keys and values or gradients, on the device or on the host, ascending."""
-        away = {block for block, _ in self._on_host.keys() | self._arriving.keys() | self._streamed.keys()}
-        return tuple(sorted(self._keys_values.keys() | self._gradients.keys() | away))
+        """Blocks whose keys and values or gradients are wanted, wherever they are, ascending."""
+        return tuple(sorted({block for block, _ in self._entries}))
+
+    @property
+    def dropped_blocks(self) -> frozenset[int]:
+        """Blocks whose keys and values must be written anew before they are read."""
+        return frozenset(block for (block, _), entry in self._entries.items() if entry.state is _State.DROPPED)
 
     def write(self, layer: int, block: int, k: Tensor, v: Tensor) -> None:
         """Store k and v ([T, n_kv, d]) detached; a tensor that shares its memory is copied.
@@ -121,11 +160,8 @@ class KVCache:
                 f"write of block {block}, layer {layer}: the block was freed earlier in this step; "
                 "a recomputation must run with operation BACKWARD so that it stores nothing"
             )
-        self._land(block, Part.KEYS_VALUES)
-        is_there = layer in self._keys_values.get(block, {}) or layer in self._streamed.get(
-            (block, Part.KEYS_VALUES), {}
-        )
-        if is_there or self._is_away(block):
+        entry = self._entries.get((block, Part.KEYS_VALUES), _Entry())
+        if layer in entry.layers or entry.state not in (_State.HERE, _State.STREAMED):
             raise CacheError(
                 f"write of block {block}, layer {layer}: it is already written; a block is written "
                 "once a step, and a recomputation must run with operation BACKWARD so that it "
@@ -135,39 +171,27 @@ class KVCache:
 
     def rewrite(self, layer: int, block: int, k: Tensor, v: Tensor) -> None:
         """Store k and v ([T, n_kv, d]) of a dropped block again; CacheError for a block that is not dropped."""
-        missing = self._dropped.get(block, frozenset()) - self._keys_values.get(block, {}).keys()
-        if layer not in missing:
+        entry = self._entries.get((block, Part.KEYS_VALUES), _Entry())
+        if layer not in entry.missing:
             raise CacheError(
                 f"rewrite of block {block}, layer {layer}: expected a dropped block that lacks this layer, but "
-                f"{'its dropped layers are ' + str(sorted(missing)) if missing else 'it is not dropped'}; only the "
+                f"{f'its dropped layers are {sorted(entry.missing)}' if entry.missing else 'it is not dropped'}; only the "
                 "recomputation of a dropped block's writer writes again"
             )
         self._store(layer, block, k, v)
-        if missing == {layer}:
-            del self._dropped[block]
+        entry.missing.remove(layer)
+        if not entry.missing:
+            entry.state = _State.HERE
             self.num_recomputes += 1
-
-    def _store(self, layer: int, block: int, k: Tensor, v: Tensor) -> None:
-        if k.shape != v.shape or k.dim() != 3:
-            raise CacheError(
-                f"write of block {block}, layer {layer}: expected k and v of one shape "
-                f"[T, n_kv, d], got {tuple(k.shape)} and {tuple(v.shape)}"
-            )
-        self.num_writes += 1
-        if (block, Part.KEYS_VALUES) in self._streamed:
-            self._send(layer, block, Part.KEYS_VALUES, k, v)
-            return
-        stored = (_owned(k), _owned(v))
-        self._keys_values.setdefault(block, {})[layer] = stored
-        self._count(kv_bytes=_num_bytes(stored))
 
     def read(self, layer: int, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Keys and values of `blocks` joined along tokens in that order; no copy for one block on the device."""
-        parts = [self._on_device(layer, block) for block in blocks]
-        streamed = [
-            part for block, part in zip(blocks, parts, strict=True) if (block, Part.KEYS_VALUES) in self._streamed
+        copies = [block for block in blocks if self._is_streamed(block, Part.KEYS_VALUES)]
+        parts = [
+            self._copied(layer, block) if block in copies else self._stored(layer, block, "read") for block in blocks
         ]
-        self._visit(Part.KEYS_VALUES, sum(map(_num_bytes, streamed)))
+        streamed = sum(_num_bytes(part) for block, part in zip(blocks, parts, strict=True) if block in copies)
+        self._pass_through(Part.KEYS_VALUES, streamed)
         self.num_reads += 1
         if len(parts) == 1:
             return parts[0]
@@ -190,106 +214,86 @@ class KVCache:
 
     def take_gradient(self, layer: int, block: int) -> tuple[Tensor, Tensor] | None:
         """Remove and return (gK, gV) of a block, None where no reader has added any."""
-        if (block, Part.GRADIENTS) in self._streamed:
-            return self._take_streamed(layer, block)
-        self._check_gradients_here("take_gradient", layer, block)
-        self._land(block, Part.GRADIENTS)
-        layers = self._gradients.get(block, {})
-        taken = layers.pop(layer, None)
-        if taken is not None:
-            self._count(gradient_bytes=-_num_bytes(taken))
-            if not layers:
-                del self._gradients[block]
+        entry = self._gradients(layer, block, "take_gradient")
+        if entry is None:
+            return None
+        taken = self._take(layer, entry)
+        if not entry.layers and entry.state is _State.HERE:
+            del self._entries[block, Part.GRADIENTS]
         return taken
 
     def release(self, block: int) -> None:
         """Drop keys and values after their last read; gradients stay until the writer's backward has taken them."""
-        streamed = self._streamed.pop((block, Part.KEYS_VALUES), None)
-        if streamed is not None:
-            for handle in itertools.chain(*streamed.values()):
-                self.arena.discard(handle)
-            self._count_host(-_num_host_bytes(streamed))
-            self._freed.add(block)
-            return
-        self._land(block, Part.KEYS_VALUES)
-        if block not in self._keys_values or block in self._dropped:
+        entry = self._landed(block, Part.KEYS_VALUES)
+        if entry is None or entry.state not in (_State.HERE, _State.STREAMED):
             raise CacheError(f"release of block {block}: {self._absence(block)}")
-        self._count(kv_bytes=-sum(map(_num_bytes, self._keys_values.pop(block).values())))
+        self._count(Part.KEYS_VALUES, -entry.device_bytes)
+        self._count_host(-entry.host_bytes)
+        for handle in entry.handles:
+            self.arena.discard(handle)
+        del self._entries[block, Part.KEYS_VALUES]
         self._freed.add(block)
 
     def evict(self, block: int, part: Part) -> None:
-        """Move a part of a block, in all its layers, from the device to the host.
+        """Move an entry from the device to the host.
 
         Gradients that no reader has added to yet may be evicted: there is nothing to move, but they must be fetched too.
         """
-        if (block, part) in self._on_host or (block, part) in self._streamed:
+        entry = self._landed(block, part)
+        if entry is None and part is Part.GRADIENTS:
+            entry = self._entries[block, part] = _Entry()
+        if entry is None or entry.state is not _State.HERE:
             raise CacheError(f"evict of the {_NAMES[part]} of block {block}: {self._absence(block, part)}")
-        self._land(block, part)
-        if part is Part.KEYS_VALUES:
-            self._check_whole("evict", block)
-            layers = self._keys_values.pop(block)
-        else:
-            layers = self._gradients.pop(block, {})
-        num_bytes = sum(map(_num_bytes, layers.values()))
-        self._on_host[block, part] = {
-            layer: (self.arena.put(first), self.arena.put(second)) for layer, (first, second) in layers.items()
+        self._count(part, -entry.device_bytes)
+        entry.away = {
+            layer: (self.arena.put(first), self.arena.put(second)) for layer, (first, second) in entry.here.items()
         }
-        self._count_part(part, -num_bytes)
-        self._count_host(num_bytes)
+        entry.here = {}
+        entry.state = _State.EVICTED
+        self._count_host(entry.host_bytes)
         self.num_evictions += 1
 
     def fetch(self, block: int, part: Part) -> None:
-        """Bring an evicted part of a block back to the device: the copy begins now, and its first use waits for it."""
-        if (block, part) not in self._on_host:
+        """Bring an evicted entry back to the device: the copies begin now, and its first use waits for them."""
+        entry = self._entries.get((block, part))
+        if entry is None or entry.state is not _State.EVICTED:
             raise CacheError(
                 f"fetch of the {_NAMES[part]} of block {block}: expected them on the host, where they are not; "
                 "only what was evicted comes back, once"
             )
-        layers = self._on_host.pop((block, part))
-        for handle in itertools.chain(*layers.values()):
+        for handle in entry.handles:
             self.arena.prefetch(handle)
-        self._arriving[block, part] = layers
-        self._count_part(part, _num_host_bytes(layers))
+        entry.state = _State.ARRIVING
+        self._count(part, entry.host_bytes)
         self.num_fetches += 1
+
+    def stream(self, block: int, part: Part) -> None:
+        """Keep an entry on the host from its first write or sum to its end; CacheError where it has begun."""
+        if (block, part) in self._entries:
+            raise CacheError(
+                f"stream of the {_NAMES[part]} of block {block}: expected an entry that has nothing yet, but it has begun; "
+                "streaming starts before the operation that makes an entry"
+            )
+        self._entries[block, part] = _Entry(_State.STREAMED)
+        self.num_streams += 1
 
     def drop(self, block: int) -> None:
         """Forget the keys and values of a block on the device; `rewrite` in all its layers brings them back."""
-        self._land(block, Part.KEYS_VALUES)
-        self._check_whole("drop", block)
-        layers = self._keys_values.pop(block)
-        self._count(kv_bytes=-sum(map(_num_bytes, layers.values())))
-        self._dropped[block] = frozenset(layers)
-
-    def stream(self, block: int, part: Part) -> None:
-        """Keep a part of a block on the host from its first write or sum to its end, layer by layer."""
-        layers = (self._keys_values if part is Part.KEYS_VALUES else self._gradients).get(block)
-        is_dropped = part is Part.KEYS_VALUES and block in self._dropped
-        if (
-            layers
-            or is_dropped
-            or (block, part) in self._streamed.keys() | self._on_host.keys() | self._arriving.keys()
-        ):
-            raise CacheError(
-                f"stream of the {_NAMES[part]} of block {block}: expected a part that has nothing yet, but it has some; "
-                "streaming begins before the operation that makes a part"
-            )
-        self._streamed[block, part] = {}
-        self.num_streams += 1
-
-    @property
-    def dropped_blocks(self) -> frozenset[int]:
-        """Blocks whose keys and values must be written anew before they are read."""
-        return frozenset(self._dropped)
+        entry = self._landed(block, Part.KEYS_VALUES)
+        if entry is None or entry.state is not _State.HERE:
+            raise CacheError(f"drop of the K/V of block {block}: {self._absence(block)}")
+        self._count(Part.KEYS_VALUES, -entry.device_bytes)
+        self._entries[block, Part.KEYS_VALUES] = _Entry(_State.DROPPED, missing=set(entry.here))
 
     def close(self, block: int) -> None:
         """The writer's backward is done: nothing of the block may be left, or gK/gV were lost."""
-        for part in Part:
-            self._land(block, part)
-        if (block, Part.GRADIENTS) in self._on_host:
+        gradients = self._entries.get((block, Part.GRADIENTS))
+        if gradients is not None and gradients.state is _State.STREAMED and not gradients.away:
+            del self._entries[block, Part.GRADIENTS]
+        elif gradients is not None and gradients.state is _State.EVICTED:
             raise CacheError(f"close of block {block}: {self._absence(block, Part.GRADIENTS)}")
-        layers = sorted(self._streamed.pop((block, Part.GRADIENTS), self._gradients.get(block, {})))
-        has_kv = block in self._keys_values or self._is_away(block) or (block, Part.KEYS_VALUES) in self._streamed
-        if layers or has_kv:
+        if block in self.live_blocks:
+            layers = gradients.layers if gradients is not None else []
             raise CacheError(
                 f"close of block {block}: expected its readers done and its gradients taken, but "
                 + (f"gradients of layers {layers} are left" if layers else "its K/V were not released")
@@ -298,15 +302,15 @@ class KVCache:
 
     def assert_empty(self) -> None:
         """Raise naming what is left: called at the end of a step."""
-        if not self.live_blocks and not self._dropped:
+        if not self._entries:
             return
-        waiting = ", ".join(f"{b} (layers {sorted(layers)})" for b, layers in sorted(self._gradients.items()))
-        on_host = ", ".join(f"{_NAMES[part]} of block {block}" for block, part in [*self._on_host, *self._streamed])
+        left = sorted(self._entries.items(), key=lambda item: item[0][0])
+        waiting = ", ".join(f"{b} (layers {entry.layers})" for (b, part), entry in left if part is Part.GRADIENTS)
+        away = ", ".join(f"{_NAMES[part]} of block {b}" for (b, part), entry in left if entry.state is not _State.HERE)
         raise CacheError(
             f"end of step: the K/V cache still holds blocks {list(self.live_blocks)} "
             f"({self.kv_bytes} bytes, {self.host_bytes} on the host); gradients nobody took: {waiting or 'none'}; "
-            f"on the host: {on_host or 'nothing'}; dropped: {sorted(self._dropped) or 'none'}; "
-            "every block must be freed after its last use"
+            f"not on the device: {away or 'none'}; every block must be freed after its last use"
         )
 
     def begin_step(self) -> None:
@@ -317,123 +321,124 @@ class KVCache:
         self.num_evictions = self.num_fetches = self.num_recomputes = self.num_streams = 0
         self.peak_kv_bytes = self.peak_gradient_bytes = self.peak_bytes = self.peak_host_bytes = 0
 
+    def _is_streamed(self, block: int, part: Part) -> bool:
+        entry = self._entries.get((block, part))
+        return entry is not None and entry.state is _State.STREAMED
+
+    def _landed(self, block: int, part: Part) -> _Entry | None:
+        """The entry, where there is one; one that arrives is waited for."""
+        entry = self._entries.get((block, part))
+        if entry is not None and entry.state is _State.ARRIVING:
+            self._count_host(-entry.host_bytes)
+            entry.here = {layer: (self.arena.take(a), self.arena.take(b)) for layer, (a, b) in entry.away.items()}
+            entry.away = {}
+            entry.state = _State.HERE
+        return entry
+
     def _stored(self, layer: int, block: int, operation: str) -> tuple[Tensor, Tensor]:
-        self._land(block, Part.KEYS_VALUES)
-        stored = self._keys_values.get(block, {}).get(layer)
+        """K/V on the device."""
+        entry = self._landed(block, Part.KEYS_VALUES)
+        stored = None if entry is None else entry.here.get(layer)
         if stored is None:
             raise CacheError(f"{operation} of block {block}, layer {layer}: {self._absence(block)}")
         return stored
 
-    def _on_device(self, layer: int, block: int) -> tuple[Tensor, Tensor]:
-        """K/V to work with; of a streamed block a copy, which is the caller's."""
-        handles = self._streamed.get((block, Part.KEYS_VALUES), {}).get(layer)
+    def _copied(self, layer: int, block: int) -> tuple[Tensor, Tensor]:
+        """K/V of a streamed block; the copy is the caller's."""
+        handles = self._entries[block, Part.KEYS_VALUES].away.get(layer)
         if handles is None:
-            return self._stored(layer, block, "read")
+            raise CacheError(f"read of block {block}, layer {layer}: {self._absence(block)}")
         return self.arena.copy(handles[0]), self.arena.copy(handles[1])
 
     def _num_tokens(self, layer: int, block: int) -> int:
-        handles = self._streamed.get((block, Part.KEYS_VALUES), {}).get(layer)
-        return (handles[0].stored if handles else self._stored(layer, block, "add_gradient")[0]).shape[0]
+        if self._is_streamed(block, Part.KEYS_VALUES):
+            handles = self._entries[block, Part.KEYS_VALUES].away.get(layer)
+            if handles is not None:
+                return handles[0].stored.shape[0]
+        return self._stored(layer, block, "add_gradient")[0].shape[0]
 
-    def _send(self, layer: int, block: int, part: Part, first: Tensor, second: Tensor) -> None:
-        """Put one layer of a streamed part on the host."""
-        handles = self.arena.put(first), self.arena.put(second)
-        self._streamed[block, part][layer] = handles
-        self._visit(part, _num_bytes((first, second)))
-        self._count_host(_num_host_bytes({layer: handles}))
-
-    def _take_streamed(self, layer: int, block: int) -> tuple[Tensor, Tensor] | None:
-        """Remove one layer of streamed gradients from the host."""
-        handles = self._streamed[block, Part.GRADIENTS].pop(layer, None)
-        if handles is None:
-            return None
-        self._count_host(-_num_host_bytes({layer: handles}))
-        taken = self.arena.take(handles[0]), self.arena.take(handles[1])
-        self._visit(Part.GRADIENTS, _num_bytes(taken))
-        return taken
-
-    def _land(self, block: int, part: Part) -> None:
-        """Put what a fetch has begun to bring back in its place."""
-        handles = self._arriving.pop((block, part), None)
-        if not handles:
-            return
-        self._count_host(-_num_host_bytes(handles))
-        (self._keys_values if part is Part.KEYS_VALUES else self._gradients)[block] = {
-            layer: (self.arena.take(first), self.arena.take(second)) for layer, (first, second) in handles.items()
-        }
-
-    def _is_away(self, block: int) -> bool:
-        """True where the K/V of the block were written, but are on the host or dropped."""
-        return block in self._dropped or (block, Part.KEYS_VALUES) in self._on_host
-
-    def _check_whole(self, operation: str, block: int) -> None:
-        if (block, Part.KEYS_VALUES) in self._streamed or block not in self._keys_values or block in self._dropped:
-            raise CacheError(f"{operation} of the K/V of block {block}: {self._absence(block)}")
-
-    def _check_gradients_here(self, operation: str, layer: int, block: int) -> None:
-        if (block, Part.GRADIENTS) in self._on_host:
+    def _gradients(self, layer: int, block: int, operation: str) -> _Entry | None:
+        """The entry of gK/gV, None where there is none yet; it must not be away."""
+        entry = self._landed(block, Part.GRADIENTS)
+        if entry is not None and entry.state is _State.EVICTED:
             raise CacheError(f"{operation} of block {block}, layer {layer}: {self._absence(block, Part.GRADIENTS)}")
+        return entry
 
     def _absence(self, block: int, part: Part = Part.KEYS_VALUES) -> str:
-        if (block, part) in self._on_host:
+        entry = self._entries.get((block, part))
+        if entry is None:
+            if block in self._freed:
+                return "the block was freed earlier in this step; its last use must come before that"
+            return f"the block was never written; live blocks are {list(self.live_blocks)}"
+        if entry.state is _State.EVICTED:
             return f"its {_NAMES[part]} are on the host; the memory plan must fetch them before"
-        if (block, part) in self._streamed:
-            layers = sorted(self._streamed[block, part])
-            return f"its {_NAMES[part]} are streamed, so they stay on the host; layers {layers} are written"
-        if block in self._dropped:
+        if entry.state is _State.DROPPED:
             return "its K/V were dropped; the memory plan must recompute the microbatch that wrote them before"
-        if block in self._freed:
-            return "the block was freed earlier in this step; its last use must come before that"
-        if block in self._keys_values:
-            return f"only layers {sorted(self._keys_values[block])} are written"
-        return f"the block was never written; live blocks are {list(self.live_blocks)}"
+        streamed = f"its {_NAMES[part]} are streamed, and " if entry.state is _State.STREAMED else ""
+        return f"{streamed}only layers {entry.layers} are written"
+
+    def _store(self, layer: int, block: int, k: Tensor, v: Tensor) -> None:
+        if k.shape != v.shape or k.dim() != 3:
+            raise CacheError(
+                f"write of block {block}, layer {layer}: expected k and v of one shape "
+                f"[T, n_kv, d], got {tuple(k.shape)} and {tuple(v.shape)}"
+            )
+        self._keep(layer, block, Part.KEYS_VALUES, k, v)
+        self.num_writes += 1
 
     def _add(self, layer: int, block: int, dk: Tensor, dv: Tensor) -> None:
-        if (block, Part.GRADIENTS) in self._streamed:
-            self._add_streamed(layer, block, dk, dv)
-            return
-        self._check_gradients_here("add_gradient", layer, block)
-        self._land(block, Part.GRADIENTS)
-        layers = self._gradients.setdefault(block, {})
-        if layer in layers:
-            gk, gv = layers[layer]
+        entry = self._gradients(layer, block, "add_gradient")
+        if entry is not None and layer in entry.here:
+            gk, gv = entry.here[layer]
             gk.add_(dk)
             gv.add_(dv)
             return
         dtype = accumulation_dtype(dk.dtype)
-        layers[layer] = (_owned(dk.to(dtype)), _owned(dv.to(dtype)))
-        self._count(gradient_bytes=_num_bytes(layers[layer]))
+        before = None if entry is None else self._take(layer, entry)
+        gk, gv = (dk.to(dtype), dv.to(dtype)) if before is None else (before[0].add_(dk), before[1].add_(dv))
+        self._keep(layer, block, Part.GRADIENTS, gk, gv)
 
-    def _add_streamed(self, layer: int, block: int, dk: Tensor, dv: Tensor) -> None:
-        dtype = accumulation_dtype(dk.dtype)
-        taken = self._take_streamed(layer, block)
-        if taken is None:
-            self._send(layer, block, Part.GRADIENTS, dk.to(dtype), dv.to(dtype))
-        else:
-            self._send(layer, block, Part.GRADIENTS, taken[0].add_(dk), taken[1].add_(dv))
+    def _keep(self, layer: int, block: int, part: Part, first: Tensor, second: Tensor) -> None:
+        """Put one layer of an entry where its state says; a new entry is on the device."""
+        entry = self._entries.setdefault((block, part), _Entry())
+        if entry.state is _State.STREAMED:
+            self._pass_through(part, _num_bytes((first, second)))
+            entry.away[layer] = self.arena.put(first), self.arena.put(second)
+            self._count_host(sum(handle.num_bytes for handle in entry.away[layer]))
+            return
+        entry.here[layer] = _owned(first), _owned(second)
+        self._count(part, _num_bytes(entry.here[layer]))
 
-    def _count_part(self, part: Part, num_bytes: int) -> None:
-        if part is Part.KEYS_VALUES:
-            self._count(kv_bytes=num_bytes)
-        else:
-            self._count(gradient_bytes=num_bytes)
+    def _take(self, layer: int, entry: _Entry) -> tuple[Tensor, Tensor] | None:
+        """Remove one layer of gradients from their entry."""
+        taken = entry.here.pop(layer, None)
+        if taken is not None:
+            self._count(Part.GRADIENTS, -_num_bytes(taken))
+        elif layer in entry.away:
+            first, second = entry.away.pop(layer)
+            self._count_host(-first.num_bytes - second.num_bytes)
+            taken = self.arena.take(first), self.arena.take(second)
+            self._pass_through(Part.GRADIENTS, _num_bytes(taken))
+        return taken
 
-    def _visit(self, part: Part, num_bytes: int) -> None:
+    def _pass_through(self, part: Part, num_bytes: int) -> None:
         """Count what is on the device for the length of a call."""
-        self._count_part(part, num_bytes)
-        self._count_part(part, -num_bytes)
+        self._count(part, num_bytes)
+        self._count(part, -num_bytes)
+
+    def _count(self, part: Part, num_bytes: int) -> None:
+        if part is Part.KEYS_VALUES:
+            self.kv_bytes += num_bytes
+        else:
+            self.gradient_bytes += num_bytes
+        self.peak_kv_bytes = max(self.peak_kv_bytes, self.kv_bytes)
+        self.peak_gradient_bytes = max(self.peak_gradient_bytes, self.gradient_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.kv_bytes + self.gradient_bytes)
+        self._device.add(num_bytes)
 
     def _count_host(self, num_bytes: int) -> None:
         self.host_bytes += num_bytes
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
-
-    def _count(self, kv_bytes: int = 0, gradient_bytes: int = 0) -> None:
-        self.kv_bytes += kv_bytes
-        self.gradient_bytes += gradient_bytes
-        self.peak_kv_bytes = max(self.peak_kv_bytes, self.kv_bytes)
-        self.peak_gradient_bytes = max(self.peak_gradient_bytes, self.gradient_bytes)
-        self.peak_bytes = max(self.peak_bytes, self.kv_bytes + self.gradient_bytes)
-        self._device.add(kv_bytes + gradient_bytes)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -454,7 +459,3 @@ def _owned(tensor: Tensor) -> Tensor:
 
 def _num_bytes(tensors: tuple[Tensor, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _num_host_bytes(layers: Mapping[int, tuple[HostTensor, HostTensor]]) -> int:
-    return sum(handle.num_bytes for handle in itertools.chain(*layers.values()))

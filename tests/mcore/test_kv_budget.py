@@ -287,9 +287,8 @@ def a_fetch_loses_key_gradients() -> None:
 
     def mutant(self, block, part):
         fetch(self, block, part)
-        self._land(block, part)
         if part is Part.GRADIENTS:
-            for gk, _ in self._gradients.get(block, {}).values():
+            for gk, _ in self._landed(block, part).here.values():
                 gk.zero_()
 
     patch(KVCache, "fetch", mutant)

@@ -24,6 +24,7 @@ from prefixflow.runtime.attention.kernels import AtenCpuKernel
 from prefixflow.runtime.cache import KVCache
 from prefixflow.runtime.objective import Entries, Objective, logical_normalizer
 from prefixflow.runtime.world import Worlds
+from prefixflow.schedule.residency import Part
 from tests.mcore.faults import Setup, on_restore, patch, restore
 from tests.mcore.parity_files import write_files
 
@@ -115,8 +116,11 @@ def prefix_gradients_are_counted_twice() -> None:
 
 
 def last_reader_wins() -> None:
+    add = KVCache._add
+
     def mutant(self, layer, block, dk, dv):
-        self._gradients.setdefault(block, {})[layer] = (dk.clone(), dv.clone())
+        self.take_gradient(layer, block)
+        add(self, layer, block, dk, dv)
 
     patch(KVCache, "_add", mutant)
 
@@ -133,7 +137,7 @@ def last_layer_is_lost_silently() -> None:
     last_layer_is_not_reached()
 
     def close(self, block):
-        self._gradients.pop(block, None)
+        self._entries.pop((block, Part.GRADIENTS), None)
 
     patch(KVCache, "close", close)
 

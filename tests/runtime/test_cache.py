@@ -240,7 +240,7 @@ def test_streamed_parts_are_on_the_host_between_calls(part: Part) -> None:
 
 
 def test_streaming_begins_before_a_part_does(cache: KVCache) -> None:
-    with pytest.raises(CacheError, match=r"stream of the K/V of block 7: expected a part that has nothing yet"):
+    with pytest.raises(CacheError, match=r"stream of the K/V of block 7: expected an entry that has nothing yet"):
         cache.stream(7, Part.KEYS_VALUES)
     cache.stream(7, Part.GRADIENTS)
     with pytest.raises(CacheError, match=r"evict of the gK/gV of block 7: its gK/gV are streamed"):
@@ -284,7 +284,7 @@ def test_gradients_cannot_be_lost_on_the_host(cache: KVCache) -> None:
     cache.release(9)
     with pytest.raises(CacheError, match=r"close of block 7: its gK/gV are on the host"):
         cache.close(7)
-    with pytest.raises(CacheError, match=r"blocks \[7\] .* on the host: gK/gV of block 7"):
+    with pytest.raises(CacheError, match=r"blocks \[7\] .* not on the device: gK/gV of block 7"):
         cache.assert_empty()
 
 
