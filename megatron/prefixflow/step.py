@@ -95,7 +95,9 @@ class StepRunner:
         self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         self.arena = HostArena()
         self._kv_bytes = DeviceBytes()
-        self.caches = tuple(KVCache(self.arena, self._kv_bytes) for _ in self.chunks)
+        self.caches = tuple(
+            KVCache(self.arena, self._kv_bytes, prefetches=self.device.type == "cuda") for _ in self.chunks
+        )
         self.parallel = ContextParallel(groups.context) if groups.context.size() > 1 else None
         self.num_computed_tokens = 0
         self.num_bytes_sent = 0

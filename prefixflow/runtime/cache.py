@@ -89,12 +89,24 @@ class _State(enum.Enum):
 
 @dataclass(slots=True)
 class _Entry:
-    """K/V or gK/gV of a block by layer: `here` on the device, `away` in host memory; `missing`: dropped layers."""
+    """K/V or gK/gV of a block by layer: `here` on the device, `away` in host memory; `missing`: dropped layers.
+
+    last_layer, step: where a streamed entry was last worked on, and in which direction operations go through its layers.
+    """
 
     state: _State = _State.HERE
     here: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     away: dict[int, tuple[HostTensor, HostTensor]] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
+    last_layer: int | None = None
+    step: int = 1
+
+    def next_layer(self, layer: int) -> int:
+        """The layer that comes after `layer`, to judge by the one before it."""
+        if self.last_layer not in (None, layer):
+            self.step = 1 if layer > self.last_layer else -1
+        self.last_layer = layer
+        return layer + self.step
 
     @property
     def layers(self) -> list[int]:
@@ -120,11 +132,15 @@ class KVCache:
 
     arena: host memory; device: the account of what is on the device. Caches of one rank share both; the defaults are its own.
     kv_bytes, gradient_bytes, their peaks and peak_bytes, of both together, are of the device; host_bytes of this cache's part of
-    the arena. num_evictions, num_fetches and num_streams count entries, num_recomputes dropped blocks written anew.
+    the arena. prefetches: whether the next layer of a streamed entry is on its way while one is worked on: not where both
+    memories are the same, since a copy holds up the work there. num_evictions, num_fetches and num_streams count entries, num_recomputes dropped blocks written anew.
     """
 
-    def __init__(self, arena: HostArena | None = None, device: DeviceBytes | None = None) -> None:
+    def __init__(
+        self, arena: HostArena | None = None, device: DeviceBytes | None = None, *, prefetches: bool = False
+    ) -> None:
         self.arena = arena or HostArena()
+        self.prefetches = prefetches
         self._device = device or DeviceBytes()
         self._entries: dict[tuple[int, Part], _Entry] = {}
         self._freed: set[int] = set()
@@ -345,10 +361,13 @@ class KVCache:
 
     def _copied(self, layer: int, block: int) -> tuple[Tensor, Tensor]:
         """K/V of a streamed block; the copy is the caller's."""
-        handles = self._entries[block, Part.KEYS_VALUES].away.get(layer)
+        entry = self._entries[block, Part.KEYS_VALUES]
+        handles = entry.away.get(layer)
         if handles is None:
             raise CacheError(f"read of block {block}, layer {layer}: {self._absence(block)}")
-        return self.arena.copy(handles[0]), self.arena.copy(handles[1])
+        copied = self.arena.copy(handles[0]), self.arena.copy(handles[1])
+        self._prefetch_after(layer, entry)
+        return copied
 
     def _num_tokens(self, layer: int, block: int) -> int:
         if self._is_streamed(block, Part.KEYS_VALUES):
@@ -419,10 +438,16 @@ class KVCache:
             self._count_host(-first.num_bytes - second.num_bytes)
             taken = self.arena.take(first), self.arena.take(second)
             self._pass_through(Part.GRADIENTS, _num_bytes(taken))
+            self._prefetch_after(layer, entry)
         return taken
 
+    def _prefetch_after(self, layer: int, entry: _Entry) -> None:
+        for handle in entry.away.get(entry.next_layer(layer), ()) if self.prefetches else ():
+            self.arena.prefetch(handle)
+
     def _pass_through(self, part: Part, num_bytes: int) -> None:
-        """Count what is on the device for the length of a call."""
+        """Count what is on the device for the length of a call, and the next layer where it is on its way."""
+        num_bytes *= 1 + self.prefetches
         self._count(part, num_bytes)
         self._count(part, -num_bytes)
 

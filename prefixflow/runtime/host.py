@@ -69,6 +69,12 @@ class HostArena:
 
     def take(self, handle: HostTensor) -> Tensor:
         """The tensor on its device again; the arena forgets it."""
+        arrived = self.copy(handle)
+        self.discard(handle)
+        return arrived
+
+    def copy(self, handle: HostTensor) -> Tensor:
+        """The tensor on its device, the caller's own; the arena keeps its copy."""
         self.prefetch(handle)
         arriving = handle.arriving
         assert arriving is not None
@@ -76,21 +82,8 @@ class HostArena:
             current = torch.cuda.current_stream(handle.device)
             current.wait_event(handle.arrived)
             arriving.record_stream(current)
-        self.discard(handle)
+        handle.arriving = handle.arrived = None
         return arriving
-
-    def copy(self, handle: HostTensor) -> Tensor:
-        """A copy of the tensor on its device; the arena keeps it."""
-        self._check(handle, "copy")
-        self.num_bytes_moved += handle.num_bytes
-        if handle.device.type != "cuda":
-            return handle.stored.clone()
-        stream, current = self._side_stream(handle.device), torch.cuda.current_stream(handle.device)
-        with torch.cuda.stream(stream):
-            copied = handle.stored.to(handle.device, non_blocking=True)
-        current.wait_stream(stream)
-        copied.record_stream(current)
-        return copied
 
     def discard(self, handle: HostTensor) -> None:
         """Forget a tensor without bringing it back."""

@@ -239,6 +239,26 @@ def test_streamed_parts_are_on_the_host_between_calls(part: Part) -> None:
     assert cache.arena.num_bytes == 0
 
 
+def test_the_next_layer_of_a_streamed_entry_is_on_its_way() -> None:
+    cache = KVCache(prefetches=True)
+    for part in Part:
+        cache.stream(7, part)
+    for layer in range(4):
+        cache.write(layer, 7, block(3, 1.0 + layer), block(3, 0))
+        cache.add_gradient(layer, (7,), block(3, 10.0 + layer), block(3, 0))
+    entry = cache._entries[7, Part.KEYS_VALUES]
+    under_way = []
+    for layer in (0, 1, 2, 3, 3, 2, 1, 0):
+        assert float(cache.read(layer, (7,))[0].unique()) == 1.0 + layer
+        under_way.append([n for n, (k, _) in entry.away.items() if k.arriving is not None])
+    # At the first layer of a backward nobody knows yet that it goes down.
+    assert under_way == [[1], [2], [3], [], [], [1], [0], []]
+    cache.release(7)
+    assert [float(pair[0].unique()) for n in (3, 2, 1, 0) if (pair := cache.take_gradient(n, 7))] == [13, 12, 11, 10]
+    cache.close(7)
+    assert cache.arena.num_bytes == 0
+
+
 def test_streaming_begins_before_a_part_does(cache: KVCache) -> None:
     with pytest.raises(CacheError, match=r"stream of the K/V of block 7: expected an entry that has nothing yet"):
         cache.stream(7, Part.KEYS_VALUES)
