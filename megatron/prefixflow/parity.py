@@ -62,12 +62,13 @@ from megatron.prefixflow.session import start_session
 from megatron.prefixflow.shards import expert_biases, full_gradients, global_routers, load_full_parameters
 from megatron.prefixflow.step import StepRunner, complete_logprobs
 from prefixflow.plan.layout import ParallelLayout
-from prefixflow.plan.plan import Plan, build_plan
+from prefixflow.plan.plan import Plan
 from prefixflow.runtime.attention.kernels import select_kernel
 from prefixflow.runtime.cache import CacheTotals
 from prefixflow.runtime.objective import Objective
 from prefixflow.runtime.world import WorldError, Worlds
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
+from prefixflow.schedule.search import plan_pipeline
 from prefixflow.trajectories.reader import read_trajectories
 from prefixflow.trajectories.types import RouteShape, Trajectory
 
@@ -743,7 +744,9 @@ def _check(case: Case) -> None:
     if is_measuring(args):
         raise ValueError(f"--calibrate {args.calibrate} does not exist, and parity measures nothing; bench does.")
     trajectories = _read(case, args)
-    build_plan(trajectories, plan_config(args))
+    layout = parallel_layout(args)
+    # A budget that is too small is refused on every rank alike.
+    memory_settings(args, layout).plan_row(plan_pipeline(trajectories, plan_config(args, layout)), 0, 0, training=True)
     transformer_config(args)
     lacking = [t.id for t in trajectories if t.rollout_logprobs is None]
     if loss_config(args).tis_cap is not None and lacking:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron.prefixflow import planning
+from megatron.prefixflow import parity, planning
 from megatron.prefixflow.arguments import memory_settings, parallel_layout, parse_arguments, plan_config
 from megatron.prefixflow.parity import Case, Runner
 from megatron.prefixflow.stage import StageRunner
@@ -28,6 +28,7 @@ from prefixflow.schedule.memory import MemoryModel
 from prefixflow.schedule.replay import replay_cache
 from prefixflow.schedule.residency import (
     GIB,
+    ActivationPolicy,
     Entry,
     EntryBytes,
     HostLink,
@@ -73,9 +74,11 @@ def nothing_stays(
     *,
     drops: bool,
     training: bool,
+    prefix_memory: ActivationPolicy,
     **_: Any,
 ) -> MemoryPlan:
     """After each operation everything leaves that is used again: K/V are dropped where `drops`, the rest goes to the host."""
+    activations = plan_memory(plan, data_rank, pipeline_rank, memory, prefix_memory=prefix_memory, training=training)
     microbatches = plan.ranks[data_rank]
     row = rank_table(plan, data_rank, training=training).rows[pipeline_rank]
     sizes = EntryBytes.of_plan(plan, memory)
@@ -87,7 +90,7 @@ def nothing_stays(
     for place, entries in enumerate(used):
         # Blocks of a path come from its root: what a writer reads is there when it runs again.
         back = dict.fromkeys(away.pop(entry) for entry in entries if entry in away)
-        before[place] = tuple(back)
+        before[place] = (*activations.before.get(place, ()), *back)
         open_uses.subtract(entries)
         leaving = [entry for entry in entries if open_uses[entry]]
         for entry in leaving:
@@ -97,7 +100,7 @@ def nothing_stays(
         after[place] = tuple(
             entry.action(Move.EVICT if away[entry].move is Move.FETCH else Move.DROP) for entry in leaving
         )
-    return MemoryPlan(before=before, after=after)
+    return MemoryPlan(activations.activations, before, after)
 
 
 def all_is_streamed(
@@ -196,9 +199,9 @@ def planned_evictions(file: str, text: str, planner: Planner, budget: int) -> in
 
 
 ORDINARY = [
-    ("trees", "--max-tokens 16", evict_all),
+    ("trees", "--max-tokens 16 --prefix-memory offload", evict_all),
     ("trees", "--max-tokens 16 --recompute full", drop_all),
-    ("chains", "--max-tokens 32 --pp 2", drop_all),
+    ("chains", "--max-tokens 32 --pp 2 --prefix-memory recompute", drop_all),
     ("chains", "--max-tokens 32", all_is_streamed),
 ]
 GRID = [
@@ -251,24 +254,18 @@ def test_least_budget(runner, files, file, text, planner):
     assert planner is to_nowhere or not result["recomputed_blocks"]
 
 
-def test_a_smaller_budget_is_refused(runner, files):
-    text = f"{TINY} --max-tokens 16"
+@pytest.mark.parametrize("layout", ["", "--pp 2"])
+def test_a_smaller_budget_is_refused_before_anything_runs(files, layout, capsys):
+    text = f"{TINY} --max-tokens 16 {layout}"
     budget = least_budget(files["trees"], text) - 1
-    result = run(runner, files["trees"], f"{text} --kv-budget-gib {budget / GIB!r}", plan_memory)
-    assert not result["ok"]
-    assert "1 too few" in result["reasons"][0]
-
-
-@pytest.mark.parametrize("planner", [evict_all, pytest.param(drop_all, marks=pytest.mark.slow)])
-def test_scoring_needs_no_budget_either(runner, files, planner):
-    """Reference log-probabilities that the file lacks come from a pass of forwards."""
-    result = run(runner, files["trees"], f"{TINY} --max-tokens 16 --kl-coef 0.1 {MUCH}", planner)
-    assert_exact(result)
+    assert parity.main([files["trees"], *f"{text} --kv-budget-gib {budget / GIB!r}".split()]) == 2
+    assert "1 too few" in capsys.readouterr().err
 
 
 def test_experts_take_the_routes_of_the_first_forward(runner, files):
-    """Counts and losses of the routers would change if a recomputation left any."""
-    result = run(runner, files["trees"], f"{EXPERTS} --max-tokens 16 {MUCH}", drop_all)
+    """Counts and losses of the routers would change if a recomputation left any; a pass of forwards chooses the routes."""
+    text = f"{EXPERTS} --max-tokens 16 --routing-replay record {MUCH}"
+    result = run(runner, files["trees"], text, drop_all)
     assert_exact(result, FLOAT64_LIMIT_MOE)
     assert result["recomputed_blocks"] > 0
 
