@@ -50,7 +50,8 @@ TIMEOUT_S = 300.0
 STYLE = Style(logprobs=True)
 
 TINY = "--prefix-reuse on --dtype float64 --model tiny --num-layers 2"
-EXPERTS = "--prefix-reuse on --dtype float64 --model tiny-moe --num-layers 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
+EXPERTS = """--prefix-reuse on --dtype float64 --model tiny-moe --num-layers 2 --moe-router-load-balancing-type aux_loss
+--moe-aux-loss-coeff 0.01 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"""
 MUCH = "--kv-budget-gib 1"
 
 Planner = Callable[..., MemoryPlan]
@@ -306,6 +307,11 @@ def a_recomputation_stores_as_a_forward_does() -> None:
     patch(KVCache, "rewrite", KVCache.write)
 
 
+def routers_count_a_recomputation() -> None:
+    routed = StageRunner._routed
+    patch(StageRunner, "_routed", lambda self, routing, operation: routed(self, routing, Operation.FORWARD))
+
+
 @pytest.mark.parametrize(
     ("mutant", "planner"),
     [(a_fetch_loses_key_gradients, evict_all), (a_recomputation_sees_no_ancestors, drop_all)],
@@ -314,6 +320,12 @@ def test_mutant_is_caught(runner, files, mutant, planner):
     result = run(runner, files["trees"], f"{TINY} --max-tokens 16 {MUCH}", planner, mutant)
     assert not result["ok"]
     assert result["max_rel_grad_err"] > 1e-6, result["reasons"]
+
+
+def test_counts_of_a_recomputation_are_caught(runner, files):
+    result = run(runner, files["trees"], f"{EXPERTS} --max-tokens 16 {MUCH}", drop_all, routers_count_a_recomputation)
+    assert not result["ok"]
+    assert result["max_expert_count_err"] > 0
 
 
 def test_guard_stops_mutant(runner, files):
