@@ -552,6 +552,7 @@ def test_token_budget(argv, tokens):
         ("--lr nan", "--lr is nan"),
         ("--weight-decay inf", "--weight-decay is inf"),
         ("--clip-grad nan", "--clip-grad is nan"),
+        ("--kv-budget-gib 0", "expected a number of GiB above 0"),
         ("--seed -1", "--seed is -1"),
         ("--policy-loss sft --tis-cap 2", "tis_cap"),
     ],
