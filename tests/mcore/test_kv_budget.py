@@ -54,6 +54,9 @@ EXPERTS = """--prefix-reuse on --dtype float64 --model tiny-moe --num-layers 2 -
 --moe-aux-loss-coeff 0.01 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"""
 MUCH = "--kv-budget-gib 1"
 
+_patched_sizes: set[int] = set()
+"""Of worlds, whose processes are put right at the end."""
+
 Planner = Callable[..., MemoryPlan]
 
 
@@ -155,7 +158,7 @@ def runner(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """One runner, so that references are computed once; its processes are left unpatched."""
     with Runner(tmp_path_factory.mktemp("parity"), TIMEOUT_S, worlds=worlds) as kept:
         yield kept
-        for size in (1, 2, 4):
+        for size in _patched_sizes:
             worlds[size].run(restore)
 
 
@@ -163,7 +166,9 @@ def run(
     runner: Runner, file: str, text: str, planner: Planner, mutant: Callable[[], None] | None = None
 ) -> dict[str, Any]:
     runner.setup = Setup(planner, mutant)
-    return runner.run(Case(file, tuple(text.split())))
+    case = Case(file, tuple(text.split()))
+    _patched_sizes.add(parallel_layout(case.arguments).world_size)
+    return runner.run(case)
 
 
 def assert_exact(result: dict[str, Any], limit: float = FLOAT64_LIMIT) -> None:
