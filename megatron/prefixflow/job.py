@@ -38,6 +38,7 @@ from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import build_plan
 from prefixflow.runtime.attention.kernels import AttentionKernel, select_kernel
 from prefixflow.runtime.loss import LossConfig
+from prefixflow.schedule.search import plan_pipeline
 from prefixflow.trajectories import trajectory_files
 from prefixflow.trajectories.types import Trajectory
 
@@ -90,6 +91,7 @@ def prepare(argv: Sequence[str], world_size: int) -> Job:
     trajectories = load_trajectories(args)
     _check_trajectories(args, layout, trajectories)
     job = Job(args, layout, kernel, trajectories, tuple(_data_warnings(args, trajectories)))
+    _check_kv_budget(job)
     return replace(job, memory=_fitted_memory(job))
 
 
@@ -171,6 +173,16 @@ def _fitted_memory(job: Job) -> str | None:
         )
     ways = "; ".join(dict.fromkeys(chosen))
     return f"memory: budget {job.args.memory_budget_gib:g} GiB; {ways}"
+
+
+def _check_kv_budget(job: Job) -> None:
+    """Every batch must fit: a step would refuse its own only after those before it. What is fitted keeps to it anyway."""
+    settings = memory_settings(job.args, job.layout)
+    if settings.choice.kv_budget_bytes is None or settings.budget_bytes is not None:
+        return
+    config = plan_config(job.args, job.layout)
+    for batch in job.batches:
+        settings.plan_row(plan_pipeline(batch, config), 0, 0, training=not job.args.logprobs_only)
 
 
 def _data_warnings(args: Arguments, trajectories: Sequence[Trajectory]) -> Iterator[str]:

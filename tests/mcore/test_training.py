@@ -321,6 +321,15 @@ def test_what_changes_nothing(file: Path, train: Train, more: tuple[str, ...]) -
         assert column(other, key) == pytest.approx(column(plain, key), rel=1e-10), key
 
 
+def test_a_budget_of_keys_and_values_changes_nothing(file: Path, train: Train) -> None:
+    more = ("--max-tokens-per-microbatch", "64")
+    plain, other = (train(1, arguments(file, *more, *budget)) for budget in ((), ("--kv-budget-gib", "6e-4")))
+    for key in ("loss", "grad_norm"):
+        assert column(other, key) == pytest.approx(column(plain, key), rel=1e-10), key
+    assert column(plain, "host_bytes") == [0, 0]
+    assert all(line["host_bytes"] > 0 and line["peak_kv_bytes"] <= 6e-4 * 2**30 for line in other)
+
+
 def test_bfloat16_is_near(file: Path, train: Train) -> None:
     exact, rough = train(1, arguments(file)), train(1, arguments(file, "--bf16", dtype="bfloat16"))
     assert column(rough, "grad_norm") == pytest.approx(column(exact, "grad_norm"), rel=0.05)
@@ -486,6 +495,7 @@ BAD_RUNS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "warm-up": ({}, ("--lr-warmup-iters", "2"), "warm-up"),
     "kernel": ({}, ("--attention-kernel", "flash-attn"), "flash-attn"),
     "missing package": ({}, ("--transformer-impl", "transformer_engine"), "not installed"),
+    "K/V budget": ({}, ("--max-tokens", "64", "--kv-budget-gib", "1e-5"), "--kv-budget-gib"),
     "no folder": ({}, ("--logprobs-only", "nowhere/out.jsonl"), "nowhere/out.jsonl"),
 }
 
