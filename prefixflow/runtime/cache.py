@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -202,12 +203,12 @@ class KVCache:
 
     def read(self, layer: int, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Keys and values of `blocks` joined along tokens in that order; no copy for one block on the device."""
-        copies = [block for block in blocks if self._is_streamed(block, Part.KEYS_VALUES)]
         parts = [
-            self._copied(layer, block) if block in copies else self._stored(layer, block, "read") for block in blocks
+            self._copied(layer, block)
+            if self._is_streamed(block, Part.KEYS_VALUES)
+            else self._stored(layer, block, "read")
+            for block in blocks
         ]
-        streamed = sum(_num_bytes(part) for block, part in zip(blocks, parts, strict=True) if block in copies)
-        self._pass_through(Part.KEYS_VALUES, streamed)
         self.num_reads += 1
         if len(parts) == 1:
             return parts[0]
@@ -360,13 +361,17 @@ class KVCache:
         return stored
 
     def _copied(self, layer: int, block: int) -> tuple[Tensor, Tensor]:
-        """K/V of a streamed block; the copy is the caller's."""
+        """K/V of a streamed block; the copy is the caller's, and counted as long as it lives."""
         entry = self._entries[block, Part.KEYS_VALUES]
         handles = entry.away.get(layer)
         if handles is None:
             raise CacheError(f"read of block {block}, layer {layer}: {self._absence(block)}")
         copied = self.arena.copy(handles[0]), self.arena.copy(handles[1])
         self._prefetch_after(layer, entry)
+        for tensor in copied:
+            num_bytes = tensor.nbytes * (1 + self.prefetches)
+            self._count(Part.KEYS_VALUES, num_bytes)
+            weakref.finalize(tensor, self._count, Part.KEYS_VALUES, -num_bytes)
         return copied
 
     def _num_tokens(self, layer: int, block: int) -> int:
