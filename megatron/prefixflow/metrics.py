@@ -37,7 +37,7 @@ class StepMetrics:
     layers with experts and over trajectories, without coefficients; loss does not contain them. routes_replayed and
     routes_native count computed positions times those layers; route_mismatch is the share of shared positions whose
     trajectories bring different routes. context_bytes are K/V and their gradients that context-parallel ranks have received,
-    context_bytes_planned what the plan says they should. peak_kv_bytes: most cached K/V and their gradients on the device of
+    context_bytes_planned what the plan says they should. peak_cache_bytes: most cached K/V and their gradients on the device of
     one rank, host_bytes: most that one rank had in host memory; evictions: parts of blocks that went there at once;
     recomputed_blocks: blocks that were dropped and written anew. All four of the training pass.
     """
@@ -70,7 +70,7 @@ class StepMetrics:
     routes_native: int | None
     context_bytes: int
     context_bytes_planned: int
-    peak_kv_bytes: int
+    peak_cache_bytes: int
     host_bytes: int
     evictions: int
     recomputed_blocks: int
@@ -223,7 +223,7 @@ class UpdateFacts:
     time_s: float
     peak_bytes: int
     peak_bytes_predicted: int
-    peak_kv_bytes: int
+    peak_cache_bytes: int
     host_bytes: int
 
 
@@ -277,7 +277,7 @@ def step_metrics(
         fallback=plan.num_fallback_groups,
         context_bytes=round(sums.context_bytes),
         context_bytes_planned=round(sums.context_bytes_planned),
-        peak_kv_bytes=facts.peak_kv_bytes,
+        peak_cache_bytes=facts.peak_cache_bytes,
         host_bytes=facts.host_bytes,
         evictions=round(sums.evictions),
         recomputed_blocks=round(sums.recomputed_blocks),

@@ -543,7 +543,7 @@ class Comparison:
             "context_bytes": self.context_bytes,
             "context_bytes_planned": self.context_bytes_planned,
             "peak_context_shards": self.peak_shards,
-            "peak_kv_bytes": max(totals.peak_bytes for totals in self.cache_totals),
+            "peak_cache_bytes": max(totals.peak_bytes for totals in self.cache_totals),
             "host_bytes": max(self.host_bytes),
             "evictions": sum(totals.num_evictions for totals in self.cache_totals),
             "streamed_parts": sum(totals.num_streams for totals in self.cache_totals),
@@ -620,9 +620,9 @@ def _failures(result: dict[str, Any], args: Arguments) -> list[str]:
     if result["computed_tokens"] != result["planned_tokens"]:
         reasons.append(f"{result['computed_tokens']} tokens were computed, the plan says {result['planned_tokens']}")
     budget = memory_settings(args, parallel_layout(args)).kv_budget_bytes
-    if budget is not None and result["peak_kv_bytes"] > budget:
+    if budget is not None and result["peak_cache_bytes"] > budget:
         reasons.append(
-            f"K/V and their gradients held {result['peak_kv_bytes']} bytes on the device of a rank, the budget is {budget}"
+            f"K/V and their gradients held {result['peak_cache_bytes']} bytes on the device of a rank, the budget is {budget}"
         )
     return reasons
 

@@ -251,10 +251,10 @@ BUDGET_GRID = [
 def test_least_budget(runner, files, file, text, planner):
     budget = least_budget(files[file], f"{TINY} {text}")
     free = run(runner, files[file], f"{TINY} {text}", plan_memory)
-    assert free["peak_kv_bytes"] > budget
+    assert free["peak_cache_bytes"] > budget
     result = run(runner, files[file], f"{TINY} {text} --kv-budget-gib {budget / GIB!r}", planner)
     assert_exact(result)
-    assert result["peak_kv_bytes"] <= budget
+    assert result["peak_cache_bytes"] <= budget
     assert result["evictions"] == planned_evictions(files[file], f"{TINY} {text}", planner, budget)
     assert result["evictions"] + result["recomputed_blocks"] + result["streamed_parts"] > 0
     assert planner is to_nowhere or not result["recomputed_blocks"]

@@ -27,7 +27,7 @@ METRIC_KEYS = [
     *("time_s", "time_forward_s", "time_backward_s", "tokens_per_s"),
     *("peak_bytes", "peak_bytes_predicted", "route_mismatch", "fallback"),
     *("load_balancing_loss", "z_loss", "routes_replayed", "routes_native"),
-    *("context_bytes", "context_bytes_planned", "peak_kv_bytes", "host_bytes", "evictions", "recomputed_blocks"),
+    *("context_bytes", "context_bytes_planned", "peak_cache_bytes", "host_bytes", "evictions", "recomputed_blocks"),
 ]
 
 Metrics = list[dict[str, Any]]
@@ -327,7 +327,7 @@ def test_a_budget_of_keys_and_values_changes_nothing(file: Path, train: Train) -
     for key in ("loss", "grad_norm"):
         assert column(other, key) == pytest.approx(column(plain, key), rel=1e-10), key
     assert column(plain, "host_bytes") == [0, 0]
-    assert all(line["host_bytes"] > 0 and line["peak_kv_bytes"] <= 6e-4 * 2**30 for line in other)
+    assert all(line["host_bytes"] > 0 and line["peak_cache_bytes"] <= 6e-4 * 2**30 for line in other)
 
 
 def test_bfloat16_is_near(file: Path, train: Train) -> None:
