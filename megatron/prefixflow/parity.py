@@ -68,7 +68,6 @@ from prefixflow.runtime.cache import CacheTotals
 from prefixflow.runtime.objective import Objective
 from prefixflow.runtime.world import WorldError, Worlds
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
-from prefixflow.schedule.search import plan_pipeline
 from prefixflow.trajectories.reader import read_trajectories
 from prefixflow.trajectories.types import RouteShape, Trajectory
 
@@ -619,7 +618,7 @@ def _failures(result: dict[str, Any], args: Arguments) -> list[str]:
         reasons.append("nothing was shared although reuse was asked for (--prefix-reuse off compares dense)")
     if result["computed_tokens"] != result["planned_tokens"]:
         reasons.append(f"{result['computed_tokens']} tokens were computed, the plan says {result['planned_tokens']}")
-    budget = memory_settings(args, parallel_layout(args)).kv_budget_bytes
+    budget = memory_settings(args, parallel_layout(args)).choice.kv_budget_bytes
     if budget is not None and result["peak_cache_bytes"] > budget:
         reasons.append(
             f"K/V and their gradients held {result['peak_cache_bytes']} bytes on the device of a rank, the budget is {budget}"
@@ -746,7 +745,8 @@ def _check(case: Case) -> None:
     trajectories = _read(case, args)
     layout = parallel_layout(args)
     # A budget that is too small is refused on every rank alike.
-    memory_settings(args, layout).plan_row(plan_pipeline(trajectories, plan_config(args, layout)), 0, 0, training=True)
+    plan, settings = memory_settings(args, layout).fitted(trajectories, plan_config(args, layout))
+    settings.plan_row(plan, 0, 0, training=True)
     transformer_config(args)
     lacking = [t.id for t in trajectories if t.rollout_logprobs is None]
     if loss_config(args).tis_cap is not None and lacking:

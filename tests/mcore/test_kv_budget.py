@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron.prefixflow import parity, planning
+from megatron.prefixflow import parity
 from megatron.prefixflow.arguments import memory_settings, parallel_layout, parse_arguments, plan_config
 from megatron.prefixflow.parity import Case, Runner
 from megatron.prefixflow.stage import StageRunner
@@ -24,6 +24,7 @@ from prefixflow.plan.plan import Plan
 from prefixflow.runtime.attention.function import Operation
 from prefixflow.runtime.cache import KVCache
 from prefixflow.runtime.world import Worlds
+from prefixflow.schedule import fit
 from prefixflow.schedule.memory import MemoryModel
 from prefixflow.schedule.replay import replay_cache
 from prefixflow.schedule.residency import (
@@ -135,7 +136,7 @@ class Setup:
 
     def __call__(self) -> None:
         restore()
-        patch(planning, "plan_memory", self.planner)
+        patch(fit, "plan_memory", self.planner)
         if self.mutant is not None:
             self.mutant()
 
