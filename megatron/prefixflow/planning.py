@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ class MemorySettings:
     """
 
     model: MemoryModel
-    choice: MemoryChoice = MemoryChoice()
+    choice: MemoryChoice = field(default_factory=MemoryChoice)
     budget_bytes: int | None = None
     policies: tuple[ActivationPolicy, ...] = AUTO
     host: HostLink | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class PlannedStep:
     plan: Plan
     trajectories: Sequence[Trajectory]
     memory: MemoryModel
-    choice: MemoryChoice = MemoryChoice()
+    choice: MemoryChoice = field(default_factory=MemoryChoice)
 
     def curves(self, data_rank: int, rows: Sequence[Sequence[Op]] | None = None) -> tuple[tuple[MemoryPoint, ...], ...]:
         """Memory along the row of each pipeline rank of a data-parallel rank, or along the first operations of each."""

@@ -18,7 +18,7 @@ distances in the table, which are equal on ranks that exchange tokens.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -288,7 +288,7 @@ class Judge:
         for data_rank in range(len(plan.ranks)):
             table = rank_table(plan, data_rank)
             costs = stage_costs(plan, data_rank, rows, plan.config.deciding)
-            extra: Counter[Op] = Counter()
+            extra: defaultdict[Op, float] = defaultdict(float)
             for pipeline_rank, row in enumerate(table.rows):
                 try:
                     memory_plan = choice.memory_plan(

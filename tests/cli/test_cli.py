@@ -136,6 +136,43 @@ def test_plan_weighs_gathered_against_sharded_keys(tmp_path: Path, capsys: pytes
     assert "with ring" in text
 
 
+def test_plan_says_what_holds_memory(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By stage, phase and holder; the peaks of phases are the largest sums with the state."""
+    report = plan_json(capsys, str(file), "--model", "tiny", "--pp", "2", "--device", "cpu", "--dtype", "float32")
+    assert len(report["peak_by_stage"]) == 2
+    state = sum(report["state_bytes"].values())
+    largest = max(sum(row.values()) - row["host"] for stage in report["peak_by_stage"] for row in stage.values())
+    assert max(report["peak_bytes"].values()) == pytest.approx(state + largest, rel=0.01)
+    budget = str(0.9 * max(report["peak_bytes"].values()) / 2**30)
+    fitted = plan_json(
+        capsys,
+        str(file),
+        "--model",
+        "tiny",
+        "--pp",
+        "2",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--memory-budget-gib",
+        budget,
+    )
+    assert max(fitted["peak_bytes"].values()) <= float(budget) * 2**30
+    assert fitted["memory"] != report["memory"]
+
+
+def test_capacity_compares_dense_and_reuse(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_json(
+        capsys, str(file), "--model", "tiny", "--device", "cpu", "--capacity", "--memory-budget-gib", "0.2"
+    )
+    prefixes = {way["way"]: way["prefix_tokens"] for way in found["capacity"]}
+    assert prefixes["reuse, offload"] > prefixes["reuse, keep"]
+    assert prefixes["dense, full recomputation"] > prefixes["dense"] > 0
+    assert main(["plan", str(file), "--model", "tiny", "--capacity", "--memory-budget-gib", "0.2"]) == 0
+    assert "longest prefix" in capsys.readouterr().out
+
+
 def test_plan_prints_a_table(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(file), "--model", "tiny"]) == 0
     text = capsys.readouterr().out
@@ -147,13 +184,12 @@ def test_plan_prints_a_table(file: Path, capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "part"),
     [
         (["--ep", "2"], "no experts"),
-        (["--memory-budget-gib", "3"], "memory plan"),
-        (["--capacity"], "memory plan"),
+        (["--memory-budget-gib", "0.0001"], "What would fit: --memory-budget-gib"),
+        (["--memory-budget-gib", "-1"], "above 0"),
+        (["--capacity"], "needs --memory-budget-gib"),
     ],
 )
-def test_plan_refuses_by_name_what_is_not_built(
-    file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
-) -> None:
+def test_plan_refuses_by_name(file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], part: str) -> None:
     assert main(["plan", str(file), *arguments]) == 2
     message = capsys.readouterr().err
     assert arguments[0] in message
@@ -166,7 +202,6 @@ def test_plan_refuses_by_name_what_is_not_built(
         (["--tp", "3"], "8 attention heads"),
         (["--tp", "8"], "4 K/V groups"),
         (["--pp", "3"], "--num-layers 4 does not divide evenly over 3 model chunks"),
-        (["--memory-budget-gib", "1"], "memory plan"),
     ],
 )
 def test_plan_refuses_what_cannot_run(
