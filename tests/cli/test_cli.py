@@ -18,7 +18,8 @@ from prefixflow.trajectories import write_trajectories
 PLAN_KEYS = {
     "logical_tokens", "computed_tokens", "reuse_ratio", "depth", "shared_segments", "trajectories", "groups",
     "microbatches", "dummy_microbatches", "lead", "predicted_speedup", "bound", "pipeline_efficiency", "rank_loads",
-    "peak_bytes", "peak_kv_bytes", "peak_cache_bytes", "kv_bytes_kept_to_end", "digest", "context_bytes", "split_loss_tokens", "microbatch_cost_spread", "largest_microbatch_tokens", "route_mismatch",
+    "peak_bytes", "state_bytes", "peak_by_stage", "memory", "peak_kv_bytes", "peak_cache_bytes", "kv_bytes_kept_to_end",
+    "digest", "context_bytes", "split_loss_tokens", "microbatch_cost_spread", "largest_microbatch_tokens", "route_mismatch",
     "context_kv",
 }  # fmt: skip
 BENCH_KEYS = {
