@@ -201,17 +201,19 @@ class Bench:
                 self.measurements += timer.measurements
 
     def _memory(self, dense: Plan, reuse: Plan, trajectories: Sequence[Trajectory]) -> dict[str, int]:
-        """Peak bytes above weights, gradients and optimizer, largest over ranks."""
+        """Peak bytes above weights, gradients and optimizer, largest over ranks; host memory apart.
+
+        peak_phase_b_bytes and the K/V are those of the reuse side.
+        """
         peak_dense, _ = self._peaks(dense, trajectories)
         peak_reuse, peak_phase_b = self._peaks(reuse, trajectories)
         peaks = torch.tensor(
-            [peak_dense, peak_reuse, peak_phase_b, self.runner.cache_totals.peak_bytes],
+            [peak_dense, peak_reuse, peak_phase_b, self.runner.cache_totals.peak_bytes, self.runner.arena.peak_bytes],
             dtype=torch.int64,
         )
         dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-        names = ("peak_dense_bytes", "peak_reuse_bytes", "peak_phase_b_bytes", "peak_kv_bytes")
-        # Nothing is offloaded to host memory yet: the memory plan's part.
-        return {**dict(zip(names, peaks.tolist(), strict=True)), "host_bytes": 0}
+        names = ("peak_dense_bytes", "peak_reuse_bytes", "peak_phase_b_bytes", "peak_kv_bytes", "host_bytes")
+        return dict(zip(names, peaks.tolist(), strict=True))
 
     def _peaks(self, plan: Plan, trajectories: Sequence[Trajectory]) -> tuple[int, int]:
         """(peak of the step, peak while microbatches that nothing else reads run)."""
