@@ -39,7 +39,8 @@ class StepMetrics:
     trajectories bring different routes. context_bytes are K/V and their gradients that context-parallel ranks have received,
     context_bytes_planned what the plan says they should. peak_cache_bytes: most cached K/V and their gradients on the device of
     one rank, host_bytes: most that one rank had in host memory; evictions: parts of blocks that went there at once;
-    recomputed_blocks: blocks that were dropped and written anew. All four of the training pass.
+    recomputed_blocks: blocks that were dropped and written anew; recomputed_microbatches: those whose forward a pipeline stage ran
+    again in their backward. All five of the training pass.
     """
 
     step: int
@@ -74,6 +75,7 @@ class StepMetrics:
     host_bytes: int
     evictions: int
     recomputed_blocks: int
+    recomputed_microbatches: int
 
     def to_json(self) -> str:
         """One line of strict JSON: a number that is not finite becomes null."""
@@ -154,6 +156,7 @@ class RankSums:
     context_bytes_planned: float = 0.0
     evictions: float = 0.0
     recomputed_blocks: float = 0.0
+    recomputed_microbatches: float = 0.0
 
     @classmethod
     def of(
@@ -182,6 +185,7 @@ class RankSums:
             context_bytes_planned=runner.context_bytes_planned,
             evictions=runner.cache_totals.num_evictions,
             recomputed_blocks=runner.cache_totals.num_recomputes,
+            recomputed_microbatches=runner.num_recomputed,
         )
         if not is_counted:
             return sums
@@ -281,6 +285,7 @@ def step_metrics(
         host_bytes=facts.host_bytes,
         evictions=round(sums.evictions),
         recomputed_blocks=round(sums.recomputed_blocks),
+        recomputed_microbatches=round(sums.recomputed_microbatches),
     )
 
 

@@ -460,6 +460,7 @@ class Comparison:
         self.context_bytes = self.context_bytes_planned = self.peak_shards = 0
         self.cache_totals: Sequence[CacheTotals] = ()
         self.host_bytes: Sequence[int] = ()
+        self.num_recomputed: Sequence[int] = ()
         self.steps: list[dict[str, Any]] = []
         self.first_grads: dict[str, Tensor] = {}
         self.first_logprobs: dict[int, np.ndarray] = {}
@@ -479,13 +480,15 @@ class Comparison:
         loss = float(objective.terms.loss) if objective.terms is not None else 0.0
         mine = (objective.trajectory_logprobs(), loss, runner.num_computed_tokens)
         moved = torch.tensor([runner.context_bytes, runner.context_bytes_planned])
-        totals = (runner.cache_totals, runner.arena.peak_bytes, runner.peak_shards)
+        totals = (runner.cache_totals, runner.arena.peak_bytes, runner.num_recomputed, runner.peak_shards)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (moved, totals, *mine, self.has_head, self.groups.data_rank))
         if dist.get_rank() != 0:
             return
         self.context_bytes, self.context_bytes_planned = sum(moved for moved, *_ in everyone).tolist()
-        self.cache_totals, self.host_bytes, shards = zip(*(totals for _, totals, *_ in everyone), strict=True)
+        self.cache_totals, self.host_bytes, self.num_recomputed, shards = zip(
+            *(totals for _, totals, *_ in everyone), strict=True
+        )
         self.peak_shards = max(shards)
         # Ranks that hold the same trajectories (tensor and context parallel) report the same values: take one of each.
         distinct = {position: item for _, _, *item, scores, position in reversed(everyone) if scores}
@@ -547,6 +550,7 @@ class Comparison:
             "evictions": sum(totals.num_evictions for totals in self.cache_totals),
             "streamed_parts": sum(totals.num_streams for totals in self.cache_totals),
             "recomputed_blocks": sum(totals.num_recomputes for totals in self.cache_totals),
+            "recomputed_microbatches": sum(self.num_recomputed),
             "routes_replayed": self.first_routing.num_replayed,
             "routes_native": self.first_routing.num_native,
             "route_mismatch": None if self.plan.route_report is None else self.plan.route_report.rate,

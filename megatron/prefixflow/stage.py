@@ -168,6 +168,7 @@ class StageRunner:
         self.training = training
         self.device = next(model.parameters()).device
         self.num_computed_tokens = 0
+        self.num_recomputed = 0
         self._head = LanguageModelHead(model, objective, tp_group) if model.post_process else None
         self._rotary = RotaryTable(model.rotary_pos_emb)
         self._alive: dict[int, _Alive] = {}
@@ -239,6 +240,7 @@ class StageRunner:
         with torch.enable_grad(), self._routed(alive.routing, Operation.BACKWARD):
             hidden = self._body(arrays, alive.context, alive.received, gradients)
         alive.received = None
+        self.num_recomputed += 1
         if self._head is not None and alive.scored is not None:
             alive.scored.rows.put_hidden(self._head.rows(hidden, alive.scored.row_index))
         return _Graph(get_gradient_edge(hidden), gradients)

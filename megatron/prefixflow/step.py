@@ -100,6 +100,7 @@ class StepRunner:
         )
         self.parallel = ContextParallel(groups.context) if groups.context.size() > 1 else None
         self.num_computed_tokens = 0
+        self.num_recomputed = 0
         self.num_bytes_sent = 0
         self.context_bytes = self.context_bytes_planned = self.peak_shards = 0
         self.observe: Observer | None = None
@@ -230,6 +231,7 @@ class StepRunner:
         links = self._links(row, microbatches) if num_ranks > 1 else None
         execute(table, position, stages, links, self._observer(row, training=training), memory)
         self.num_computed_tokens = stages[position].num_computed_tokens
+        self.num_recomputed = sum(stage.num_recomputed for stage in stages.values())
         self.num_bytes_sent = links.num_bytes_sent if links is not None else 0
         self.router_totals = router_totals(routing)
         if self.parallel is not None:
