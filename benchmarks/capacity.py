@@ -127,7 +127,7 @@ class Search:
         except (MemoryBudgetError, ValueError) as error:
             # A step that was broken off leaves its state behind.
             self.bench = self._bench()
-            return Outcome(num_tokens, None, refusal=str(error).splitlines()[0])
+            return Outcome(num_tokens, None, refusal=str(error).partition(". ")[0])
         return Outcome(num_tokens, live.peak, self.bench.runner.arena.peak_bytes, plan.num_microbatches)
 
     def _trajectories(self, num_tokens: int) -> tuple:
