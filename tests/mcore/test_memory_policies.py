@@ -104,7 +104,7 @@ GRID = [
     (file, f"--max-tokens 16 {layout} --prefix-memory {policy} --recompute {recompute}")
     for file in ("groups", "chains", "trees")
     for layout in LAYOUTS
-    for policy in ("keep", "offload", "recompute")
+    for policy in ("offload", "recompute")
     for recompute in ("none", "full")
 ]
 
