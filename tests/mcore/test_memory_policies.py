@@ -142,10 +142,8 @@ def test_experts(runner, files, text):
 
 def test_both_budgets(runner, files):
     """K/V are worked on layer by layer from the host while the activations of their writers are there, too."""
-    text = "--max-tokens 32 --num-layers 4 --prefix-memory offload"
-    free = run(runner, files["chains"], f"{TINY} {text}")
-    budget = 0.7 * free["peak_kv_bytes"] / 2**30
-    result = run(runner, files["chains"], f"{TINY} {text} --kv-budget-gib {budget}")
+    text = "--max-tokens 32 --num-layers 4 --prefix-memory offload --kv-budget-gib 5e-4"
+    result = run(runner, files["chains"], f"{TINY} {text}")
     assert_exact(result, text)
     assert result["streamed_parts"] + result["evictions"] > 0
 
