@@ -271,7 +271,13 @@ def live_bytes(text: str, steps: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    "policy", ["keep", "offload", "recompute", pytest.param("offload --kv-budget-gib 3e-5", marks=pytest.mark.slow)]
+    "policy",
+    [
+        "keep",
+        "offload",
+        "recompute",
+        pytest.param("offload --num-layers 4 --kv-budget-gib 8e-5", marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_leaks(worlds, policy):
     text = f"--model tiny --num-layers 2 --max-tokens 40 --prefix-memory {policy}"
