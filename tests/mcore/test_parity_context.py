@@ -63,6 +63,7 @@ SLOW_MOE = [
 FACTORISATIONS = [
     f"--{a} 2 --{b} 2" for a, b in (("dp", "cp"), ("dp", "tp"), ("dp", "pp"), ("cp", "tp"), ("cp", "pp"), ("tp", "pp"))
 ] + [f"--{name} 4" for name in ("dp", "cp", "tp", "pp")]
+FACTORISATIONS += [f"{layout} --context-parallel-kv ring" for layout in FACTORISATIONS if "--cp" in layout]
 
 
 def assert_exact(result: dict[str, Any], limit: float = LIMIT) -> None:

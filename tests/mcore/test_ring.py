@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.prefixflow import parity
-from megatron.prefixflow.parity import Case, Runner
+from megatron.prefixflow.parity import Case
 from prefixflow.cli import main
 from prefixflow.plan.ring import Ring
 from prefixflow.runtime.attention import ring
 from prefixflow.runtime.attention.kernels import AtenCpuKernel
 from tests.mcore.faults import Setup, patch, restore
-from tests.mcore.test_parity_context import FACTORISATIONS, assert_exact, assert_moe
+from tests.mcore.test_parity_context import assert_exact, assert_moe
 
 RING = "--context-parallel-kv ring"
 TINY = f"--model tiny --num-layers 2 {RING}"
@@ -53,7 +53,6 @@ SLOW_MOE = [
     f"{MOE} --max-tokens 64 --cp 2 --ep 2 --pp 2 --routing-replay record",
     f"{MOE} --max-tokens 64 --cp 2 --ep 4 --dp 2",
 ]
-SHARDED = [f"{layout} {RING}" for layout in FACTORISATIONS if "--cp" in layout]
 
 
 def assert_sharded(result: dict[str, Any]) -> None:
@@ -86,6 +85,7 @@ def test_lower_precision(compare, dtype):
 
 
 def test_the_same_gradients_and_norm_as_gathered_and_the_bytes_of_the_plan(parity_runner, files, tmp_path, capsys):
+    parity_runner.setup = Setup()
     sides, norms = [], []
     for kv in ("gather", "ring"):
         dump = tmp_path / kv
@@ -102,16 +102,6 @@ def test_the_same_gradients_and_norm_as_gathered_and_the_bytes_of_the_plan(parit
     assert main(["plan", files["two-groups"], *argv, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["context_bytes"] == report["context_kv"]["context_bytes"]["ring"] == result["context_bytes"]
-
-
-@pytest.mark.slow
-def test_the_gradient_norm_does_not_depend_on_the_layout(compare):
-    norms = []
-    for layout in (FACTORISATIONS[0], *SHARDED):
-        result = compare("two-groups", f"{NORM} {layout}")
-        assert result["ok"], (layout, result["reasons"])
-        norms.append(result["grad_norm_reuse"])
-    assert max(norms) - min(norms) < 1e-12 * min(norms), norms
 
 
 # Faults.
@@ -196,9 +186,9 @@ def test_a_third_shard_is_an_error(compare):
     assert "shards of K/V held" in result["reasons"][0]
 
 
-def test_the_command_exits_1_where_one_hop_is_corrupted(worlds, files, monkeypatch, capsys):
+def test_command_exits_1_when_a_hop_is_corrupted(worlds, files, monkeypatch, capsys):
     setup = Setup(one_element_of_a_hop_is_off)
-    monkeypatch.setattr(parity, "Runner", functools.partial(Runner, setup=setup, worlds=worlds))
+    monkeypatch.setattr(parity, "Runner", functools.partial(parity.Runner, setup=setup, worlds=worlds))
     argv = [files["groups-near"], *TINY.split(), "--max-tokens", "64", "--cp", "2", "--dtype", "float64", "--json"]
     try:
         assert parity.main(argv) == 1
