@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -115,3 +115,34 @@ def test_prediction_is_near_the_measurement(cell: Cell, worlds: Worlds) -> None:
             assert memory.predicted_holders[holder] == pytest.approx(measured, abs=0.03 * peak), (
                 f"rank {rank}, {holder}"
             )
+
+
+def fitted(trajectories: tuple[Trajectory, ...], command: str) -> tuple[str, int, int]:
+    """What a rank chose to stay within the budget, the budget, and what it then took."""
+    from megatron.prefixflow.bench import Bench, Job
+    from megatron.prefixflow.peaks import measured_memory
+
+    bench = Bench(Job(tuple(shlex.split(command)), None, (), 1, 1))
+    plan = bench.plan(trajectories, "on")
+    bench.step(plan, trajectories)
+    settings = bench.runner.memory
+    assert settings is not None
+    assert settings.budget_bytes is not None
+    with measured_memory(bench.runner, plan) as measured:
+        bench.step(plan, trajectories)
+    state = sum(settings.model.state(bench.groups.pipeline_rank).values())
+    return f"{plan.digest} {settings.choice}", settings.budget_bytes, state + measured.peak_bytes
+
+
+def test_ranks_that_exchange_tokens_fit_a_budget_together(worlds: Worlds) -> None:
+    """One rank's group is larger: both take the same choice, run it, and stay near what was predicted."""
+    batch = (*_group(120, 40, 6), *(replace(t, id=f"b{t.id}", group="b") for t in _group(50, 20, 6)))
+    command = (
+        "--model tiny-moe --num-layers 2 --max-tokens 160 --ep 2 --prefix-memory recompute --memory-budget-gib 0.025"
+    )
+    results = worlds[2].run(fitted, batch, command, timeout_s=TIMEOUT_S)
+    choices = {choice for choice, _, _ in results}
+    assert len(choices) == 1
+    assert "RECOMPUTE" in choices.pop()
+    for _, budget, taken in results:
+        assert taken <= (1 + TOLERANCE) * budget
