@@ -38,7 +38,6 @@ from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import build_plan
 from prefixflow.runtime.attention.kernels import AttentionKernel, select_kernel
 from prefixflow.runtime.loss import LossConfig
-from prefixflow.schedule.search import plan_pipeline
 from prefixflow.trajectories import trajectory_files
 from prefixflow.trajectories.types import Trajectory
 
@@ -91,7 +90,6 @@ def prepare(argv: Sequence[str], world_size: int) -> Job:
     trajectories = load_trajectories(args)
     _check_trajectories(args, layout, trajectories)
     job = Job(args, layout, kernel, trajectories, tuple(_data_warnings(args, trajectories)))
-    _check_kv_budget(job)
     return replace(job, memory=_fitted_memory(job))
 
 
@@ -159,30 +157,21 @@ def _check_trajectories(args: Arguments, layout: ParallelLayout, trajectories: S
 
 
 def _fitted_memory(job: Job) -> str | None:
-    """How the batches fit the memory budget; ValueError before anything runs where one does not."""
-    settings = memory_settings(job.args, job.layout)
-    if settings.budget_bytes is None:
+    """How the batches fit the budgets; ValueError where one does not: a step would refuse its own only after those before it."""
+    settings, args = memory_settings(job.args, job.layout), job.args
+    if settings.budget_bytes is None and settings.choice.kv_budget_bytes is None:
         return None
-    config, chosen = plan_config(job.args, job.layout), []
-    skips = job.args.skip_zero_advantage and not has_router_terms(transformer_config(job.args))
+    config, chosen = plan_config(args, job.layout), []
+    skips = args.skip_zero_advantage and not has_router_terms(transformer_config(args))
     for batch in job.batches:
-        omit = zero_weight(batch, loss_config(job.args)) if skips else frozenset()
+        omit = zero_weight(batch, loss_config(args)) if skips else frozenset()
         plan, fitted = settings.fitted(batch, config, omit)
+        fitted.plan_row(plan, 0, 0, training=not args.logprobs_only)
         chosen.append(
             f"at most {plan.config.max_tokens_per_microbatch} tokens a microbatch, {fitted.choice.describe()}"
         )
-    ways = "; ".join(dict.fromkeys(chosen))
-    return f"memory: budget {job.args.memory_budget_gib:g} GiB; {ways}"
-
-
-def _check_kv_budget(job: Job) -> None:
-    """Every batch must fit: a step would refuse its own only after those before it. What is fitted keeps to it anyway."""
-    settings = memory_settings(job.args, job.layout)
-    if settings.choice.kv_budget_bytes is None or settings.budget_bytes is not None:
-        return
-    config = plan_config(job.args, job.layout)
-    for batch in job.batches:
-        settings.plan_row(plan_pipeline(batch, config), 0, 0, training=not job.args.logprobs_only)
+    budget = "" if args.memory_budget_gib is None else f"budget {args.memory_budget_gib:g} GiB; "
+    return f"memory: {budget}{'; '.join(dict.fromkeys(chosen))}"
 
 
 def _data_warnings(args: Arguments, trajectories: Sequence[Trajectory]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from prefixflow.schedule.footprint import LayerFootprint, LayerSizes, Ledger
 from prefixflow.schedule.memory import ROW_BYTES, SHORTEST_ROTARY_TABLE, Holder, MemoryModel, Phase, Recompute, phase_of
 from prefixflow.schedule.ops import Kind, Op
 from prefixflow.schedule.replay import CachePoint, replay_cache
-from prefixflow.schedule.residency import ActivationPolicy, MemoryPlan
+from prefixflow.schedule.residency import ActivationPolicy, MemoryPlan, cached_blocks
 
 
 @dataclass(frozen=True, slots=True)

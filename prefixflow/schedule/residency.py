@@ -36,6 +36,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from prefixflow.plan.context import ContextKV
 from prefixflow.plan.cost import MeasuredCosts
 from prefixflow.plan.microbatch import Microbatch
 from prefixflow.plan.plan import Plan
@@ -163,9 +164,11 @@ class EntryBytes:
         config = plan.config
         num_layers = memory.shape.num_layers
         num_stages = config.pipeline_size * config.num_chunks
-        whole = replace(memory, pipeline_parallel=1)
+        whole = replace(memory, pipeline_parallel=1, context_kv=ContextKV.GATHER)
+        # Shares of a sharded block differ by a token from rank to rank: the largest counts.
+        num_shares = memory.context_parallel if memory.rotates_keys else 1
         return cls(
-            block_tokens=tuple(len(segment) for segment in plan.forest.segments),
+            block_tokens=tuple(-(-len(segment) // num_shares) for segment in plan.forest.segments),
             stage_layers=config.stage_layers or (num_layers // num_stages,) * num_stages,
             kv_bytes=whole.kv_bytes_per_token // num_layers,
             kv_gradient_bytes=whole.kv_gradient_bytes_per_token // num_layers,
