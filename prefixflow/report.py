@@ -25,7 +25,7 @@ from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, MERGED_PREFIX_TOKENS, Merge
 from prefixflow.plan.ring import RingTraffic, rowless
 from prefixflow.plan.shapes import BUILTIN_SHAPES, TRAINABLE_SHAPES, ModelShape
 from prefixflow.schedule.capacity import LARGEST_GROUP, GroupShape, find_capacity
-from prefixflow.schedule.context import ContextKVChoice, fit_with_context, predicted_peaks, unfitted_choice
+from prefixflow.schedule.context import ContextKVChoice, fit_with_context, unfitted_choice
 from prefixflow.schedule.fit import AUTO, GIB, MemoryChoice
 from prefixflow.schedule.memory import Holder, MemoryModel, Phase, Recompute
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
@@ -128,13 +128,7 @@ def report_plan(step: PlannedStep, *, context_kv: ContextKVChoice | None = None)
         pipeline_efficiency=slowest.efficiency,
         rank_loads=plan.rank_loads,
         split_loss_tokens=plan.split_loss_tokens,
-        peak_bytes={
-            phase.value: max(
-                sum(state.values()) + (moments[phase].total_bytes if phase in moments else 0)
-                for state, moments in zip(states, by_stage, strict=True)
-            )
-            for phase in Phase
-        },
+        peak_bytes=_peak_bytes(step, by_stage),
         state_bytes={h.value: n for h, n in max(states, key=lambda state: sum(state.values())).items()},
         peak_by_stage=tuple(
             {
@@ -152,14 +146,29 @@ def report_plan(step: PlannedStep, *, context_kv: ContextKVChoice | None = None)
         else ContextReport(
             choice=context_kv.kv.value,
             reason=context_kv.reason,
-            peak_bytes={kv.value: _peak_bytes(plan, replace(memory, context_kv=kv)) for kv in ContextKV},
+            peak_bytes={kv.value: _peak_bytes(other) for kv, other in _with_each_context_kv(step).items()},
             context_bytes={kv.value: _context_bytes(plan, replace(memory, context_kv=kv), rows) for kv in ContextKV},
         ),
     )
 
 
-def _peak_bytes(plan: Plan, memory: MemoryModel) -> dict[str, int]:
-    return {phase.value: size for phase, size in predicted_peaks(plan, memory).items()}
+def _with_each_context_kv(step: PlannedStep) -> dict[ContextKV, PlannedStep]:
+    """The step as it is run, and with K/V in the other place and everything kept on the device."""
+    kept = {kv: replace(step, memory=replace(step.memory, context_kv=kv), choice=MemoryChoice()) for kv in ContextKV}
+    return kept | {step.memory.context_kv: step}
+
+
+def _peak_bytes(step: PlannedStep, by_stage: Sequence[Mapping[Phase, MemoryPoint]] | None = None) -> dict[str, int]:
+    """Largest bytes alive in each phase on any rank; by_stage: `_largest_moments`."""
+    moments = _largest_moments(step) if by_stage is None else by_stage
+    states = [sum(step.memory.state(rank).values()) for rank in range(step.memory.pipeline_parallel)]
+    return {
+        phase.value: max(
+            state + (points[phase].total_bytes if phase in points else 0)
+            for state, points in zip(states, moments, strict=True)
+        )
+        for phase in Phase
+    }
 
 
 def _largest_moments(step: PlannedStep) -> list[dict[Phase, MemoryPoint]]:

@@ -67,6 +67,7 @@ def attend(
             cache=cache,
             kernel=UnroundedKernel(),
             split=split,
+            reads_own=split is not None and recompute,
         )
         generator = torch.Generator().manual_seed(m.id)
         index = slice(None) if split is None else torch.from_numpy(split.index)
