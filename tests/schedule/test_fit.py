@@ -10,7 +10,7 @@ from prefixflow.plan.cost import CostModel
 from prefixflow.plan.plan import Plan, PlanConfig
 from prefixflow.plan.shapes import ModelShape
 from prefixflow.schedule.capacity import GroupShape, find_capacity
-from prefixflow.schedule.fit import Fit, Judge, MemoryChoice, fit_plan
+from prefixflow.schedule.fit import Fit, Judge, MemoryChoice, fit_plan, waiting_distances
 from prefixflow.schedule.memory import MemoryModel, Recompute
 from prefixflow.schedule.peak import memory_curve
 from prefixflow.schedule.residency import ActivationPolicy
@@ -100,6 +100,12 @@ def test_fewer_dormant_microbatches_give_up_less() -> None:
     distances = judge.distances(plan)
     assert distances == sorted(set(distances), reverse=True)
     fits = [judge.fit(plan, MemoryChoice(ActivationPolicy.RECOMPUTE, distance)) for distance in distances]
+    row = rank_table(plan, 0).rows[0]
+    waiting = waiting_distances(plan, row, 0)
+    least = MemoryChoice(ActivationPolicy.RECOMPUTE, min(waiting.values()))
+    most = MemoryChoice(ActivationPolicy.RECOMPUTE, max(waiting.values()))
+    assert least.activations(plan, row, 0).keys() == waiting.keys()
+    assert most.activations(plan, row, 0).keys() == {k for k, v in waiting.items() if v == max(waiting.values())}
     times = [fit.time for fit in fits if fit is not None]
     assert times == sorted(times)
 
