@@ -1,34 +1,31 @@
 """Hugging Face folders to and from Megatron models: a thin adapter over mbridge.
 
-For dense Llama-like models (`llama`, `qwen2`, `qwen3`), tied embeddings included, under any
-tensor- and pipeline-parallel layout. The Megatron model is built by us, from a local layer spec
-or a Transformer Engine one; mbridge only converts the configuration and the weights.
+For `llama`, `mistral` (without a sliding window), `qwen2`, `qwen3`, `qwen3_moe` and `mixtral`, tied embeddings included, under
+any layout. The Megatron model is built by us, from a local layer spec or a Transformer Engine one. mbridge knows what
+parameters are called in a Hugging Face folder and how they are laid out there (`HFForm`); which rank holds what of a
+parameter is Megatron's own knowledge, read by `shards`.
 
-Seams to mbridge (0.15.1). Its bridges expect Transformer Engine's fused norms, transformers 4
-and unpadded vocabularies, so `_LocalSpecBridge` overrides these private members:
+Seams to mbridge (0.15.1). Its bridges expect Transformer Engine's fused norms and grouped experts, transformers 4 and
+unpadded vocabularies. Used as they are: `_weight_name_mapping_mcore_to_hf`, `_weight_to_mcore_format`. `_LocalSpecBridge`
+overrides these private members:
 
-* `__init__`                            dtype of the model; no global parallel state needed
-* `_MLP_MAPPING`, `_OTHER_MAPPING`      norm weights of a local spec stand by themselves
-* `_DIRECT_MAPPING`, `_adjust_mapping_for_shared_weights`
-                                        tied embeddings for every model type, and on the
-                                        instance: upstream writes into the class
-* `_build_base_config`                  our defaults for fusions, the caller's overrides
-* `_get_gptmodel_args`                  `rope_parameters` of transformers 5, tied embeddings
-* `_weight_split_across_tp`, `_weight_to_hf_format`
-                                        vocabulary rows padded to the model's, and cut again
-
-The public `load_weights` and `export_weights` do the rest.
+* `__init__`                     dtype of the model; no global parallel state needed
+* `_MLP_MAPPING`, `_OTHER_MAPPING`
+                                 norm weights of a local spec stand by themselves; dense layers among MoE layers
+* `_build_base_config`           our defaults for fusions, the caller's overrides
+* `_get_gptmodel_args`           `rope_parameters` of transformers 5, tied embeddings
+* `_weight_to_hf_format`         padded vocabulary rows are cut
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
@@ -36,21 +33,23 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron.prefixflow.folders import new_folder
+from megatron.prefixflow.groups import current_groups
+from megatron.prefixflow.hf_files import HFTensors, HFWriter, TensorSpec, copy_hf_files, list_names
+from megatron.prefixflow.shards import VOCABULARY_PARAMETERS, load_full_parameters, whole_parameters, whole_shapes
 
 try:
     from mbridge.core.bridge import Bridge
     from mbridge.core.parallel_states import ParallelStates
     from mbridge.models.llama import LLaMABridge
+    from mbridge.models.mixtral import MixtralBridge
     from mbridge.models.qwen2 import Qwen2Bridge
     from mbridge.models.qwen3 import Qwen3Bridge
+    from mbridge.models.qwen3moe import Qwen3MoEBridge
 except ImportError as error:
     raise ImportError(
         f"Reading Hugging Face models needs the extra `hf` ({error}). Run `pip install prefixflow[hf]`."
     ) from error
 
-_EMBEDDING = "embedding.word_embeddings.weight"
-_HEAD = "output_layer.weight"
-_MAX_SHARD_SIZE = "5GB"
 # Fields that fix the shapes and the function of the model, compared before weights are loaded.
 _ARCHITECTURE = (
     "num_layers",
@@ -64,6 +63,10 @@ _ARCHITECTURE = (
     "gated_linear_unit",
     "normalization",
     "layernorm_epsilon",
+    "num_moe_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_router_pre_softmax",
 )
 # The scaling of Llama 3 has these numbers fixed in Megatron's `RotaryEmbedding._apply_scaling`.
 _LLAMA3_ROPE = {
@@ -71,6 +74,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
 
 
 def load_hf_config(hf_dir: str | Path) -> dict[str, Any]:
@@ -98,42 +102,131 @@ def transformer_config_from_hf(hf_dir: str | Path, **overrides: Any) -> tuple[Tr
 def load_hf_weights(model_chunks: Sequence[torch.nn.Module], hf_dir: str | Path) -> None:
     """Copy the weights of `hf_dir` into this rank's model chunks, in the chunks' dtype.
 
-    A collective over the tensor-parallel group: its first rank reads and scatters. Vocabulary
-    rows that only pad are set to zero. An optimizer that keeps main parameters must be built,
-    or told to reload (`reload_model_params`), afterwards.
+    Every rank reads what it holds, one parameter at a time; no collective. Vocabulary rows that only pad are set to zero. An
+    optimizer that keeps main parameters must be built, or told to reload (`reload_model_params`), afterwards.
 
     model_chunks: `GPTModel`s, possibly wrapped (DDP, Float16Module).
+
+    Raises ValueError when the model is not that of `hf_dir`, or a tensor is missing or has another shape.
     """
     chunks = [_unwrap(chunk) for chunk in model_chunks]
-    bridge = _bridge_for(chunks, hf_dir)
-    with torch.no_grad():
-        bridge.load_weights(chunks, str(hf_dir))
+    form = _form_for(chunks, hf_dir)
+    full = _HFParameters(form, HFTensors(hf_dir))
+    load_full_parameters(chunks, full, current_groups(with_channels=False), gated=True)
 
 
 def export_hf_weights(model_chunks: Sequence[torch.nn.Module], out_dir: str | Path, hf_dir: str | Path) -> None:
     """Write the model as a Hugging Face folder `out_dir`; called by every rank.
 
-    hf_dir: the folder that the model was loaded from, or one of the same architecture: its
+    hf_dir: the folder that the model was loaded from, or one of the same architecture, with or without weights: its
         configuration, tokenizer and chat template go along.
 
-    Rank 0 gathers the whole model in host memory and writes; the folder appears under its name
-    only when it is whole. Raises ValueError, on every rank, when `out_dir` is there already.
+    Parameters come to rank 0 one at a time, which writes them; the folder appears under its name only when it is whole.
+    Raises ValueError, on every rank, when `out_dir` is there already.
     """
     chunks = [_unwrap(chunk) for chunk in model_chunks]
-    bridge = _bridge_for(chunks, hf_dir)
+    form = _form_for(chunks, hf_dir)
     out_dir = Path(out_dir).absolute()
     _refuse_existing(out_dir)
-    is_writer = torch.distributed.get_rank() == 0
-    weights: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for name, weight in bridge.export_weights(chunks):
-            if is_writer:
-                # A copy: what comes may be a view of a live parameter.
-                weights[name] = weight.detach().to("cpu", copy=True).contiguous()
-    if is_writer:
+    groups = current_groups(with_channels=False)
+    dtype = next(chunks[0].parameters()).dtype
+    shapes = whole_shapes(chunks, groups)
+    parameters = whole_parameters(chunks, groups, shapes, gated=True)
+    if dist.get_rank() == 0:
         with new_folder(out_dir) as folder:
-            _write_folder(weights, folder, Path(hf_dir), bridge.dtype)
-    torch.distributed.barrier()
+            writer = HFWriter(folder, form.hf_specs(shapes, dtype))
+            for name, parameter in parameters:
+                assert parameter is not None
+                for hf_name, tensor in form.to_hf(name, parameter):
+                    writer.write(hf_name, tensor)
+            writer.finish()
+            copy_hf_files(Path(hf_dir), folder, dtype)
+    else:
+        for _ in parameters:
+            pass
+    dist.barrier()
+
+
+class HFForm:
+    """What the parameters of one model are called in Hugging Face folders, and how they are laid out there.
+
+    Names are those of the whole model, as in `shards`; experts are Megatron's sequential ones. Vocabularies may be padded.
+    """
+
+    def __init__(self, bridge: _LocalSpecBridge) -> None:
+        self._bridge = bridge
+        self.vocab_size: int = bridge.hf_config.vocab_size
+        # mbridge casts to this dtype where there is one; the caller's tensors keep theirs.
+        bridge.dtype = None
+
+    @classmethod
+    def of(cls, hf_dir: str | Path) -> HFForm:
+        """Raises ValueError for an architecture or position scaling that Megatron would not reproduce."""
+        return cls(_bridge(_auto_config(hf_dir), torch.float32, {}))
+
+    def hf_names(self, name: str) -> list[str]:
+        """Raises ValueError for a parameter that this architecture has no name for."""
+        try:
+            names: list[str] = self._bridge._weight_name_mapping_mcore_to_hf(_grouped_name(name))
+        except NotImplementedError:
+            kind = self._bridge.hf_config.model_type
+            raise ValueError(f"Parameter {name!r} has no counterpart in a Hugging Face {kind!r} model.") from None
+        return names
+
+    def to_hf(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The Hugging Face tensors of a whole parameter."""
+        self.hf_names(name)
+        names, tensors = self._bridge._weight_to_hf_format(_grouped_name(name), parameter)
+        return zip(names, tensors, strict=True)
+
+    def to_megatron(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        """The whole parameter, vocabulary unpadded, of the tensors called `hf_names(name)`.
+
+        Raises ValueError when they do not fit together.
+        """
+        try:
+            made: Tensor = self._bridge._weight_to_mcore_format(_grouped_name(name), list(tensors))
+        except RuntimeError as error:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            raise ValueError(
+                f"Tensors {list_names(self.hf_names(name))} with shapes {shapes} do not make {name!r}: {error}"
+            ) from error
+        return made
+
+    def hf_specs(self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """Names and shapes of a folder of this model, whose parameters have `shapes`, in their order."""
+        return {
+            hf_name: TensorSpec(dtype, tuple(tensor.shape))
+            for name, shape in shapes.items()
+            for hf_name, tensor in self.to_hf(name, torch.empty(tuple(shape), dtype=dtype, device="meta"))
+        }
+
+
+class _HFParameters(Mapping[str, Tensor]):
+    """Parameters by Megatron name, read from a Hugging Face folder when they are asked for."""
+
+    def __init__(self, form: HFForm, files: HFTensors) -> None:
+        self._form = form
+        self._files = files
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._form.to_megatron(name, [self._files.read(n) for n in self._form.hf_names(name)])
+
+    def __contains__(self, name: object) -> bool:
+        # What is missing is named by the read, in the folder's own terms.
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        raise NotImplementedError("the folder does not know Megatron's names")
+
+    def __len__(self) -> int:
+        raise NotImplementedError("the folder does not know Megatron's names")
+
+
+def _grouped_name(name: str) -> str:
+    """mbridge's name of a parameter: its experts are grouped."""
+    found = _EXPERT.fullmatch(name)
+    return f"{found[1]}.{found[3]}.weight{found[2]}" if found else name
 
 
 def rope_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +261,6 @@ def rope_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 class _LocalSpecBridge(Bridge):
     """What our bridges change in mbridge's (see the top of this file). A mixin, first in line."""
 
-    _DIRECT_MAPPING: dict[str, str]
     _MLP_MAPPING: dict[str, list[str]]
     _OTHER_MAPPING: dict[str, list[str]]
 
@@ -192,18 +284,17 @@ class _LocalSpecBridge(Bridge):
         super().__init__(hf_config, dtype=dtype, parallel_states=parallel_states)
 
     def _adjust_mapping_for_shared_weights(self) -> None:
-        if self.hf_config.tie_word_embeddings:
-            # The last pipeline stage has a copy of the embedding as its head.
-            self._DIRECT_MAPPING = {
-                **self._DIRECT_MAPPING,
-                _HEAD: self._DIRECT_MAPPING[_EMBEDDING],
-            }
+        # Upstream writes into the class; a tied head is the embedding by name in `shards`.
+        pass
 
     def _build_base_config(self, **fields: Any) -> TransformerConfig:
         ours = {
             "bias_dropout_fusion": False,
             "gradient_accumulation_fusion": False,
             "masked_softmax_fusion": False,
+            "bias_activation_fusion": False,
+            "moe_grouped_gemm": False,
+            "persist_layer_norm": False,
             "overlap_p2p_comm": False,
             "perform_initialization": True,
             "sequence_parallel": False,
@@ -219,14 +310,8 @@ class _LocalSpecBridge(Bridge):
             **rope_arguments(self.hf_config.to_dict()),
         }
 
-    def _weight_split_across_tp(self, name: str, weight: Tensor, param: Tensor, tp_split_size: int) -> Sequence[Tensor]:
-        if name in (_EMBEDDING, _HEAD):
-            num_padding_rows = param.shape[0] * tp_split_size - weight.shape[0]
-            weight = torch.nn.functional.pad(weight, (0, 0, 0, num_padding_rows))
-        return super()._weight_split_across_tp(name, weight, param, tp_split_size)
-
     def _weight_to_hf_format(self, name: str, weight: Tensor) -> tuple[list[str], list[Tensor]]:
-        if name in (_EMBEDDING, _HEAD):
+        if name in VOCABULARY_PARAMETERS:
             weight = weight[: self.hf_config.vocab_size]
         return super()._weight_to_hf_format(name, weight)
 
@@ -243,7 +328,39 @@ class _Qwen3(_LocalSpecBridge, Qwen3Bridge):
     pass
 
 
-_BRIDGES: dict[str, type[_LocalSpecBridge]] = {"llama": _Llama, "qwen2": _Qwen2, "qwen3": _Qwen3}
+def _dense_mlp(mapping: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    return {name: hf_names for name, hf_names in mapping.items() if name.startswith("mlp.linear_fc")}
+
+
+def _moe_layers(hf_config: Any) -> list[int]:
+    """1 for every layer with experts."""
+    step, dense = hf_config.decoder_sparse_step, hf_config.mlp_only_layers or ()
+    return [int(i not in dense and (i + 1) % step == 0) for i in range(hf_config.num_hidden_layers)]
+
+
+class _Qwen3Moe(_LocalSpecBridge, Qwen3MoEBridge):
+    _MLP_MAPPING: ClassVar = {**Qwen3MoEBridge._MLP_MAPPING, **_dense_mlp(Qwen3Bridge._MLP_MAPPING)}
+
+    def _build_base_config(self, **fields: Any) -> TransformerConfig:
+        fields["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob
+        return super()._build_base_config(**fields, moe_layer_freq=_moe_layers(self.hf_config))
+
+
+class _Mixtral(_LocalSpecBridge, MixtralBridge):
+    def _build_base_config(self, **fields: Any) -> TransformerConfig:
+        # transformers divides the chosen experts' weights by their sum, which is a softmax over them.
+        fields["moe_router_pre_softmax"] = False
+        return super()._build_base_config(**fields)
+
+
+_BRIDGES: dict[str, type[_LocalSpecBridge]] = {
+    "llama": _Llama,
+    "mistral": _Llama,
+    "qwen2": _Qwen2,
+    "qwen3": _Qwen3,
+    "qwen3_moe": _Qwen3Moe,
+    "mixtral": _Mixtral,
+}
 
 
 def _auto_config(hf_dir: str | Path) -> Any:
@@ -276,14 +393,16 @@ def _refuse_unsupported(hf_config: Any) -> None:
         "mlp_bias": False,
         "use_sliding_window": False,
     }
+    if name in ("mistral", "mixtral"):
+        expected["sliding_window"] = None
     for field, value in expected.items():
         got = getattr(hf_config, field, value)
         if got != value:
             raise ValueError(f"Model type {name!r} with {field}={got!r} is not supported: expected {value!r}.")
 
 
-def _bridge_for(chunks: Sequence[GPTModel], hf_dir: str | Path) -> _LocalSpecBridge:
-    """The bridge between `chunks` and `hf_dir`, both checked to be the same architecture."""
+def _form_for(chunks: Sequence[GPTModel], hf_dir: str | Path) -> HFForm:
+    """The form of `hf_dir`, checked to be of the same architecture as `chunks`."""
     if not parallel_state.model_parallel_is_initialized():
         raise ValueError(
             "Weights are exchanged in Megatron's process groups, which are not initialised: "
@@ -293,7 +412,7 @@ def _bridge_for(chunks: Sequence[GPTModel], hf_dir: str | Path) -> _LocalSpecBri
     bridge = _bridge(_auto_config(hf_dir), dtype, {})
     for chunk in chunks:
         _refuse_mismatch(chunk, bridge, hf_dir)
-    return bridge
+    return HFForm(bridge)
 
 
 def _refuse_mismatch(chunk: GPTModel, bridge: _LocalSpecBridge, hf_dir: str | Path) -> None:
@@ -331,21 +450,6 @@ def _unwrap(chunk: torch.nn.Module) -> GPTModel:
 def _refuse_existing(out_dir: Path) -> None:
     """Raises on every rank when rank 0 finds `out_dir` occupied, so that none is left waiting."""
     occupied = [out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir()))]
-    torch.distributed.broadcast_object_list(occupied, src=0)
+    dist.broadcast_object_list(occupied, src=0)
     if occupied[0]:
         raise ValueError(f"{out_dir} is there already. Remove it or export to another folder.")
-
-
-def _write_folder(weights: dict[str, Tensor], folder: Path, hf_dir: Path, dtype: torch.dtype) -> None:
-    from huggingface_hub import save_torch_state_dict
-
-    save_torch_state_dict(weights, folder, max_shard_size=_MAX_SHARD_SIZE)
-    for file in sorted(hf_dir.iterdir()):
-        is_weights = file.suffix in (".safetensors", ".bin", ".gguf")
-        if file.is_file() and not is_weights and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, folder / file.name)
-    config = json.loads((hf_dir / "config.json").read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")

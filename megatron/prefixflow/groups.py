@@ -55,8 +55,8 @@ class Groups:
         return tuple(dist.get_process_group_ranks(self.pipeline))
 
 
-def current_groups() -> Groups:
-    """Groups of the initialised `parallel_state`; collective, since it makes the pipeline's channels."""
+def current_groups(*, with_channels: bool = True) -> Groups:
+    """Groups of the initialised `parallel_state`; collective with channels, since it makes the groups of the pipeline's."""
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     return Groups(
         tensor=parallel_state.get_tensor_model_parallel_group(),
@@ -69,7 +69,7 @@ def current_groups() -> Groups:
         expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
         expert_data=parallel_state.get_expert_data_parallel_group(),
         expert_model_parallel=parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
-        channels=_channels(pipeline),
+        channels=_channels(pipeline) if with_channels else {},
     )
 
 

@@ -124,7 +124,8 @@ class HFWriter:
 
     def write(self, name: str, tensor: Tensor) -> None:
         got = TensorSpec(tensor.dtype, tuple(tensor.shape))
-        assert got == self._specs[name] and name in self._missing, (name, got, self._specs[name])
+        assert got == self._specs[name], (name, got, self._specs[name])
+        assert name in self._missing, f"{name} is written twice"
         file, offset = self._places[name]
         with file.open("r+b") as stream:
             stream.seek(offset)

@@ -76,6 +76,84 @@ def load_full_parameters(
             bias.copy_(_find(full, name))
 
 
+def whole_shapes(chunks: Sequence[Any], groups: Groups) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of the whole model by name, layers in order, on every rank; collective over the world.
+
+    Vocabularies are padded.
+    """
+    mine = {
+        name: _whole_shape(parameter, _tensor_group(parameter, groups).size())
+        for chunk in chunks
+        for name, parameter in global_parameters(chunk)
+    }
+    everyone: list[dict[str, tuple[int, ...]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    found = {name: shape for part in everyone for name, shape in part.items()}
+    return {name: found[name] for name in sorted(found, key=_natural_order)}
+
+
+@torch.no_grad()
+def whole_parameters(
+    chunks: Sequence[Any], groups: Groups, shapes: Mapping[str, tuple[int, ...]], *, gated: bool
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Parameters of the whole model one at a time, in the order of `shapes`; all ranks iterate together.
+
+    Rank 0 gets them, the others None. Only one parameter at a time is whole.
+
+    shapes: `whole_shapes`.
+    """
+    held = {name: parameter for chunk in chunks for name, parameter in global_parameters(chunk)}
+    owners = _owners(held, groups)
+    for name, shape in shapes.items():
+        owner = owners[name]
+        whole = None
+        if name in held:
+            group = _tensor_group(held[name], groups)
+            if owner in dist.get_process_group_ranks(group):
+                whole = _gathered(name, held[name], group, gated=gated)
+        if owner == 0:
+            yield name, whole if dist.get_rank() == 0 else None
+        elif dist.get_rank() == 0:
+            like = next(chunks[0].parameters())
+            received = torch.empty(shape, dtype=like.dtype, device=like.device)
+            dist.recv(received, src=owner)
+            yield name, received
+        else:
+            if dist.get_rank() == owner:
+                assert whole is not None
+                dist.send(whole, dst=0)
+            yield name, None
+
+
+def _owners(held: Mapping[str, torch.nn.Parameter], groups: Groups) -> dict[str, int]:
+    """The rank that hands out each parameter: the lowest that is the first of a tensor-parallel group which holds it."""
+    mine = [name for name, parameter in held.items() if _tensor_group(parameter, groups).rank() == 0]
+    everyone: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {name: rank for rank, names in reversed(list(enumerate(everyone))) for name in names}
+
+
+def _gathered(name: str, parameter: torch.nn.Parameter, group: dist.ProcessGroup, *, gated: bool) -> Tensor:
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return parameter.detach().contiguous()
+    mine = parameter.detach().contiguous()
+    shards = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(shards, mine, group=group)
+    padded = parameter.shape[0] * group.size()
+    return join_parameter(name, shards, parameter, gated=gated, vocab_size=padded).contiguous()
+
+
+def _whole_shape(parameter: torch.nn.Parameter, size: int) -> tuple[int, ...]:
+    shape = list(parameter.shape)
+    if getattr(parameter, "tensor_model_parallel", False):
+        shape[_partition_dim(parameter)] *= size
+    return tuple(shape)
+
+
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+
+
 def _find(full: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in full:
         raise ValueError(f"Parameter {name!r} of the model is not among the given weights.")

@@ -274,7 +274,7 @@ def _shape_from_fields(data: dict[str, Any], where: str) -> ModelShape:
     return ModelShape(**values)
 
 
-_HUGGING_FACE_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+_HUGGING_FACE_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 _QK_LAYERNORM_TYPES = ("qwen3", "qwen3_moe")
 
 
@@ -300,7 +300,7 @@ def _shape_from_hugging_face(data: dict[str, Any], where: str) -> ModelShape:
             rotary_base=base,
             rope_scaling=scaling,
             norm_epsilon=data.get("rms_norm_eps", 1e-6),
-            **(_experts_of(data) if kind == "qwen3_moe" else {}),
+            **(_EXPERTS_OF[kind](data) if kind in _EXPERTS_OF else {}),
         )
     except KeyError as error:
         raise ValueError(f"{where}: missing field {error.args[0]!r} of a {kind!r} config.json.") from error
@@ -314,7 +314,7 @@ def _refuse_uncovered(data: dict[str, Any], where: str) -> None:
         )
     if data.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{where}: hidden_act is {data['hidden_act']!r}, expected 'silu'.")
-    windowed = data.get("use_sliding_window", kind == "mistral") and data.get("sliding_window")
+    windowed = data.get("use_sliding_window", kind in ("mistral", "mixtral")) and data.get("sliding_window")
     if windowed or "sliding_attention" in (data.get("layer_types") or ()):
         raise ValueError(
             f"{where}: sliding-window attention is not covered: a suffix could not see its whole "
@@ -346,17 +346,29 @@ def _rope_of(data: dict[str, Any], where: str) -> tuple[int, RopeScaling | None]
     return int(base), RopeScaling(float(rope["factor"]))
 
 
-def _experts_of(data: dict[str, Any]) -> dict[str, Any]:
+def _qwen3_experts(data: dict[str, Any]) -> dict[str, Any]:
     num_layers, step = data["num_hidden_layers"], data.get("decoder_sparse_step", 1)
     dense = set(data.get("mlp_only_layers") or ())
     pattern = tuple(int(i not in dense and (i + 1) % step == 0) for i in range(num_layers))
     return {
-        "num_experts": data["num_experts"],
+        # transformers 5 writes the second name.
+        "num_experts": data["num_experts"] if "num_experts" in data else data["num_local_experts"],
         "moe_topk": data["num_experts_per_tok"],
         "moe_ffn_hidden_size": data["moe_intermediate_size"],
         "moe_normalize_topk": bool(data.get("norm_topk_prob", False)),
         "moe_layer_pattern": () if all(pattern) else pattern,
     }
+
+
+def _mixtral_experts(data: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "num_experts": data["num_local_experts"],
+        "moe_topk": data["num_experts_per_tok"],
+        "moe_ffn_hidden_size": data["intermediate_size"],
+    }
+
+
+_EXPERTS_OF = {"qwen3_moe": _qwen3_experts, "mixtral": _mixtral_experts}
 
 
 _TINY = ModelShape("tiny", 4, 128, 8, 4, 16, 512, 512, 65_536)
