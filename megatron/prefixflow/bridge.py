@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -339,7 +339,7 @@ def _moe_layers(hf_config: Any) -> list[int]:
 
 
 class _Qwen3Moe(_LocalSpecBridge, Qwen3MoEBridge):
-    _MLP_MAPPING: ClassVar = {**Qwen3MoEBridge._MLP_MAPPING, **_dense_mlp(Qwen3Bridge._MLP_MAPPING)}
+    _MLP_MAPPING = {**Qwen3MoEBridge._MLP_MAPPING, **_dense_mlp(Qwen3Bridge._MLP_MAPPING)}  # noqa: RUF012
 
     def _build_base_config(self, **fields: Any) -> TransformerConfig:
         fields["moe_router_pre_softmax"] = not self.hf_config.norm_topk_prob

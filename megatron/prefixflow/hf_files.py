@@ -210,7 +210,7 @@ def _shards(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> Iterator[l
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def list_names(names: Iterable[str], limit: int = 8) -> str:
