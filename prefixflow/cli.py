@@ -1,7 +1,7 @@
 """The `prefixflow` command.
 
-`import` and `plan` are pure and run here. `parity` and `bench` need Megatron, which nothing under `prefixflow/` imports:
-they run `python -m megatron.prefixflow.<command>` in a process of its own, which starts the world.
+`import` and `plan` are pure and run here. `parity`, `bench` and `convert` need Megatron, which nothing under `prefixflow/` imports:
+they run `python -m megatron.prefixflow.<command>` in a process of its own, which starts the world (`convert` is alone in its own).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from prefixflow.report import add_plan_arguments, run_plan
 BINDING_COMMANDS = {
     "parity": "compare gradients with the independent full-sequence reference",
     "bench": "time dense against reuse, next to the FLOPs bound",
+    "convert": "Hugging Face folders to Megatron checkpoints and back",
 }
 
 

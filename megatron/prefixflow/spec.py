@@ -108,9 +108,14 @@ class SequenceParallelNorm:
         return norm
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Spec of the layers of this pipeline stage, with our core attention, layer class and (local) norms."""
-    use_te = has_transformer_engine()
+def block_spec(
+    config: TransformerConfig, vp_stage: int | None = None, *, use_te: bool | None = None
+) -> TransformerBlockSubmodules:
+    """Spec of the layers of this pipeline stage, with our core attention, layer class and (local) norms.
+
+    use_te: Transformer Engine's modules; by default where it is installed.
+    """
+    use_te = has_transformer_engine() if use_te is None else use_te
     layers = get_gpt_decoder_layer_specs(config, use_te, config.normalization)
     for layer in layers:
         _adapt_layer(layer, use_te)
