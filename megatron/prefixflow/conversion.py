@@ -173,14 +173,17 @@ def megatron_to_hf(
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """Megatron's parallel state in a world of this process alone."""
-    if dist.is_initialized():
-        raise ValueError("A conversion runs in a process of its own, not inside a distributed world.")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    starts = not dist.is_initialized()
+    if starts:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    elif dist.get_world_size() != 1:
+        raise ValueError(f"A conversion is one process, and this is one of {dist.get_world_size()}. Start it alone.")
     try:
         start_session(ParallelLayout(), seed=0)
         yield
     finally:
-        dist.destroy_process_group()
+        if starts:
+            dist.destroy_process_group()
 
 
 def _meta_model(args: Arguments) -> GPTModel:
