@@ -267,7 +267,13 @@ class _StreamedSave(SaveShardedStrategy):
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         # One thread: each of several would hold a parameter of its own.
         writer = dcp.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, thread_count=1)
-        dcp.save(mcore_to_pyt_state_dict(by_key), storage_writer=writer, planner=_StreamedPlanner(self._source))
+        state = mcore_to_pyt_state_dict(by_key)
+        try:
+            dcp.save(state, storage_writer=writer, planner=_StreamedPlanner(self._source))
+        except dcp.CheckpointException as error:
+            # What happened on this rank, the only one: a full disk, an interrupt.
+            cause, _ = next(iter(error.failures.values()))
+            raise cause from None
 
 
 class _LoadPlanner(MCoreLoadPlanner):
