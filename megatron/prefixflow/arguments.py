@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from megatron.prefixflow import arguments_table as table
 from megatron.prefixflow.arguments_checks import derive, validate
 from megatron.prefixflow.arguments_docs import arguments_markdown, refused_markdown
-from megatron.prefixflow.arguments_result import Arguments, arguments_for_shape, shape_of
+from megatron.prefixflow.arguments_result import CHECKPOINT_DESTS, Arguments, arguments_for_shape, shape_of
 from megatron.prefixflow.arguments_spec import Argument, ArgumentsError, all_arguments, shown
 from megatron.prefixflow.arguments_table import Arity, Effect, Refusal
 from megatron.prefixflow.configs import (
@@ -122,10 +122,12 @@ def parse_arguments(argv: Sequence[str], *, training: bool = False) -> Arguments
     """
     given = _read(argv)
     model = given.get("model")
-    if model is None and not training and "hidden_size" not in given:
+    if model is None and not training and not given.keys() & {"hidden_size", "use_checkpoint_args"}:
         model = DEFAULT_SHAPE
     if model is not None:
         given = _read([*arguments_for_shape(_load_shape(model)), *argv])
+    if given.get("use_checkpoint_args"):
+        given = {**_of_checkpoint(given), **given}
     _refuse(given)
     _refuse_unbuilt(given)
     values = {a.dest: a.default for a in all_arguments() if a.effect is Effect.EFFECTIVE}
@@ -162,6 +164,20 @@ def _load_shape(name: str) -> ModelShape:
         return ModelShape.load(name)
     except ValueError as error:
         raise ArgumentsError(f"--model: {error}") from error
+
+
+def _of_checkpoint(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's arguments that a checkpoint was written with."""
+    from megatron.prefixflow.checkpoint import CheckpointError, checkpoint_args
+
+    folder = given.get("load") or given.get("pretrained_checkpoint")
+    if folder is None:
+        raise ArgumentsError("--use-checkpoint-args needs --load or --pretrained-checkpoint.")
+    try:
+        saved = checkpoint_args(folder, given.get("ckpt_step") if "load" in given else None)
+    except CheckpointError as error:
+        raise ArgumentsError(f"--use-checkpoint-args: {error}") from error
+    return {dest: saved[dest] for dest in CHECKPOINT_DESTS if saved.get(dest) is not None}
 
 
 def _refuse(given: Mapping[str, Any]) -> None:

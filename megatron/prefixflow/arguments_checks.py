@@ -288,8 +288,7 @@ def _validate_training(values: Mapping[str, Any]) -> None:
         for dest in ("lr_warmup_iters", "lr_warmup_samples"):
             if values[dest]:
                 raise ArgumentsError(f"--lr-warmup-fraction and {flag_of(dest)}: give one of them.")
-    if values["save"] is not None:
-        _require(values, "save_interval")
+    _validate_checkpoints(values)
     if values["weight_decay_incr_style"] != "constant":
         _require(values, "start_weight_decay", "end_weight_decay")
     if values["dtype"] == "float64" and values["use_distributed_optimizer"]:
@@ -297,6 +296,31 @@ def _validate_training(values: Mapping[str, Any]) -> None:
             "--use-distributed-optimizer does not take float64 tensors (Megatron-Core checks their "
             "type). Use --dtype float32, or leave it out."
         )
+
+
+def _validate_checkpoints(values: Mapping[str, Any]) -> None:
+    if values["save"] is not None:
+        _require(values, "save_interval")
+    for dest in ("save_interval", "save_retain_interval"):
+        if values[dest] is not None and values[dest] < 1:
+            raise ArgumentsError(f"{flag_of(dest)} is {values[dest]}, expected at least 1.")
+    updates = values["updates_per_batch"]
+    if values["save"] is not None and (values["save_interval"] % updates or values["train_iters"] % updates):
+        raise ArgumentsError(
+            f"checkpoints are written between batches, and --updates-per-batch {updates} does not divide --save-interval "
+            f"{values['save_interval']} and --train-iters {values['train_iters']}. Use multiples of it."
+        )
+    saves_optimizer = values["save"] is not None and not values["no_save_optim"]
+    loads_optimizer = values["load"] is not None and not (values["no_load_optim"] or values["finetune"])
+    if values["optimizer"] == "sgd" and (saves_optimizer or loads_optimizer):
+        raise ArgumentsError(
+            "--optimizer sgd: Megatron-Core has no form for its state in a checkpoint. Use adam, or give --no-save-optim and "
+            "--no-load-optim (the momentum then starts anew)."
+        )
+    if values["ckpt_step"] is not None:
+        _require(values, "load")
+    if values["finetune"] and values["load"] is None and values["pretrained_checkpoint"] is None:
+        raise ArgumentsError("--finetune needs --load or --pretrained-checkpoint.")
 
 
 def validate(values: Mapping[str, Any], given: Mapping[str, Any], training: bool) -> None:

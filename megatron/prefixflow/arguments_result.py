@@ -31,6 +31,12 @@ _ARCHITECTURE = _names(
 )
 """Values that say which parameters a model has and how they start."""
 
+CHECKPOINT_DESTS = _ARCHITECTURE | _names(
+    """group_query_attention moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
+    moe_router_topk_scaling_factor moe_router_score_function"""
+)
+"""Values that a checkpoint knows best (`--use-checkpoint-args`)."""
+
 _INDIFFERENT = _names(
     """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
     expert_model_parallel_size expert_tensor_parallel_size data_parallel_size sequence_parallel vpp

@@ -355,12 +355,12 @@ OWN_ROWS: tuple[Row, ...] = (
     ),
     _flag("--no-rope-fusion", "no fused RoPE", default=True, dest="apply_rope_fusion"),
     # Checkpoints
-    Row("--load", str, None, "checkpoint to start from"),
+    Row("--load", str, None, "folder of checkpoints to go on from: the latest, or that of --ckpt-step"),
     Row("--save", str, None, "folder for checkpoints"),
     Row("--save-interval --persistent-save-interval", int, None, "steps between checkpoints"),
-    Row("--save-retain-interval", int, None, "steps between checkpoints that are kept"),
-    Row("--pretrained-checkpoint", str, None, "checkpoint of weights only"),
-    Row("--ckpt-step", int, None, "step to load"),
+    Row("--save-retain-interval", int, None, "keep checkpoints of its multiples and the latest; others are removed"),
+    Row("--pretrained-checkpoint", str, None, "weights to start from where --load finds nothing"),
+    Row("--ckpt-step", int, None, "step to load, instead of the latest"),
     Row(
         "--ckpt-format",
         str,
@@ -369,12 +369,12 @@ OWN_ROWS: tuple[Row, ...] = (
         choices=("torch", "torch_dist", "zarr", "torch_dcp", "fsdp_dtensor"),
     ),
     _flag("--finetune", "load weights only and start at step 0"),
-    _flag("--no-save-optim", "leave out the optimizer"),
-    _flag("--no-save-rng", "leave out the random state"),
+    _flag("--no-save-optim", "save without the optimizer"),
+    _flag("--no-save-rng", "save without the random state"),
     _flag("--no-load-optim", "do not load the optimizer"),
     _flag("--no-load-rng", "do not load the random state"),
-    _flag("--use-checkpoint-args", "take the model's arguments from the checkpoint"),
-    _flag("--exit-on-missing-checkpoint", "stop where --load finds nothing"),
+    _flag("--use-checkpoint-args", "take those of the model's arguments that are not given from the checkpoint"),
+    _flag("--exit-on-missing-checkpoint", "stop where --load finds nothing, instead of starting anew"),
 )
 
 
@@ -444,7 +444,7 @@ OUR_ROWS: tuple[Row, ...] = (
     ),
     _ours("--tis-cap", float, None, "cap of the truncated importance weight"),
     _ours("--updates-per-batch", int, 1, "optimizer steps on one batch"),
-    _ours("--ref-load", str, None, "reference policy (default: the initial weights)"),
+    _ours("--ref-load", str, None, "reference policy: checkpoint or Hugging Face folder (default: the initial weights)"),
     _ours("--prefix-reuse", str, "auto", "share prefixes", choices=("auto", "on", "off")),
     _ours(
         "--merge-groups",
@@ -1180,13 +1180,6 @@ NOT_BUILT_YET: tuple[NotBuilt, ...] = (
     *_not_built("sampling rollouts", _not("trace"), "--rollout"),
     *_not_built("sampling rollouts", _given, "--reward-function --group-size --top-p"),
     *_not_built("advantages from rewards", _given, "--advantage-estimator --filter"),
-    *_not_built(
-        "checkpoints",
-        _given,
-        """--load --save --save-interval --save-retain-interval --pretrained-checkpoint
-        --ckpt-step --finetune --no-save-optim --no-save-rng --no-load-optim --no-load-rng
-        --use-checkpoint-args --exit-on-missing-checkpoint --ref-load --export-hf-every""",
-    ),
     *_not_built("comparison with a dense run while training", _given, "--verify-steps"),
 )
 """Parts that are still to come. Delete an entry when its part is built."""

@@ -75,12 +75,13 @@ class MissingCheckpointError(CheckpointError):
 class TrainState:
     """Where a run stands after a step.
 
-    step: optimizer steps taken. num_trajectories: trajectories that they took, as the schedule counts them.
-    rollout: state of what brings the trajectories, anything that JSON holds.
+    step: optimizer steps taken. data: digest of the batches that the run goes through, data_start: the step at which it began with
+    them. rollout: state of what brings the trajectories, anything that JSON holds.
     """
 
     step: int
-    num_trajectories: int = 0
+    data: str = ""
+    data_start: int = 0
     rollout: Any = None
 
 
@@ -113,6 +114,9 @@ def find_checkpoint(folder: str | Path, iteration: int | None = None) -> Place:
     if iteration is None:
         iteration = _tracked(folder)
     place = folder / iteration_name(iteration)
+    if not place.is_dir() and _replaced(place).is_dir():
+        # The new one was not renamed any more.
+        place = _replaced(place)
     if not place.is_dir():
         found = ", ".join(sorted(p.name for p in folder.iterdir() if _is_checkpoint_name(p.name))) or "none"
         raise CheckpointError(
@@ -183,6 +187,11 @@ def checkpoint_args(folder: str | Path, iteration: int | None = None) -> dict[st
     return dict(args) if isinstance(args, Mapping) else dict(vars(args))
 
 
+def has_state(place: Path) -> bool:
+    """True where a run can go on after the checkpoint's last step."""
+    return (_common(place).get(_OURS) or {}).get("state") is not None
+
+
 def carried_files(folder: str | Path, iteration: int | None = None) -> Path | None:
     """Folder of the Hugging Face files that a checkpoint carries, or None."""
     place = find_checkpoint(folder, iteration).folder / CARRIED
@@ -223,7 +232,7 @@ def save_checkpoint(
     }
     place = folder / iteration_name(iteration)
     _write(contents, place, carried)
-    _on_first(lambda: _make_latest(folder, iteration, retain_interval))
+    on_first_rank(lambda: _make_latest(folder, iteration, retain_interval))
     return place
 
 
@@ -270,11 +279,6 @@ def load_checkpoint(
     return None if state is None else TrainState(**state)
 
 
-def recover(folder: str | Path) -> None:
-    """Put back a checkpoint whose replacement was cut short, and remove what was never finished; collective."""
-    _on_first(lambda: _recover(Path(folder)))
-
-
 def _model_keys(chunks: Sequence[Any]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
 
@@ -288,12 +292,26 @@ def _contents(
     }
     contents: dict[str, Any] = dict(model)
     if optimizer is not None:
+        if is_loading:
+            _start_adam(optimizer)
         contents["optimizer"] = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_METADATA))
     if scheduler is not None:
         contents["opt_param_scheduler"] = scheduler.state_dict()
     if groups is not None:
         contents["rng_state"] = _random_states(groups)
     return contents
+
+
+def _start_adam(optimizer: Any) -> None:
+    """Give torch's Adam the state it has before its first step: without Apex, Megatron's distributed optimizer asks for it."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not isinstance(part.optimizer, torch.optim.Adam):
+            continue
+        for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
+            state = part.optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
 
 def _layout(groups: Groups) -> dict[str, int]:
@@ -389,11 +407,11 @@ def _some(names: Sequence[str]) -> str:
 
 def _write(contents: dict[str, Any], place: Path, carried: Path | None) -> None:
     """Write `contents` beside `place` and rename; collective."""
-    name = _on_first(lambda: _temporary_folder(place))
+    name = on_first_rank(lambda: _temporary_folder(place))
     temporary = place.parent / name
     with _in_process_results():
         dist_checkpointing.save(contents, str(temporary), content_metadata=dict(_METADATA))
-    _on_first(lambda: _finish(temporary, place, carried))
+    on_first_rank(lambda: _finish(temporary, place, carried))
 
 
 @contextlib.contextmanager
@@ -423,12 +441,17 @@ def _finish(temporary: Path, place: Path, carried: Path | None) -> None:
     for file in temporary.rglob("*"):
         _flush(file)
     _flush(temporary)
-    replaced = place.with_name(f"{place.name}.replaced")
+    replaced = _replaced(place)
     if place.exists():
         os.replace(place, replaced)
     os.replace(temporary, place)
     _flush(place.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _replaced(place: Path) -> Path:
+    """Name of a checkpoint while another one takes its place."""
+    return place.with_name(f"{place.name}.replaced")
 
 
 def _carry(source: Path, target: Path) -> None:
@@ -462,8 +485,7 @@ def _make_latest(folder: Path, iteration: int | None, retain_interval: int | Non
 
 
 def _recover(folder: Path) -> None:
-    if not folder.is_dir():
-        return
+    """Put back a checkpoint whose replacement was cut short, and remove what was never finished."""
     for replaced in folder.glob("*.replaced"):
         place = replaced.with_suffix("")
         if place.exists():
@@ -475,8 +497,8 @@ def _recover(folder: Path) -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _on_first(action: Callable[[], Any]) -> Any:
-    """Run on rank 0; its result, or its problem as CheckpointError, on every rank."""
+def on_first_rank(action: Callable[[], Any]) -> Any:
+    """Run on rank 0; its result, or its problem as CheckpointError, on every rank; collective."""
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:

@@ -32,6 +32,7 @@ from megatron.prefixflow.configs import has_transformer_engine
 from megatron.prefixflow.data import group_batches, load_trajectories
 from megatron.prefixflow.device import torch_device
 from megatron.prefixflow.planning import zero_weight
+from megatron.prefixflow.resume import Start, check_places, find_start
 from megatron.prefixflow.router import has_router_terms
 from megatron.prefixflow.routing import RoutingReplay
 from prefixflow.plan.layout import ParallelLayout
@@ -51,6 +52,7 @@ class Job:
     kernel: AttentionKernel
     trajectories: tuple[Trajectory, ...]
     warnings: tuple[str, ...]
+    start: Start = Start()
     memory: str | None = None
 
     @property
@@ -67,6 +69,7 @@ class Job:
             f"packages: {', '.join(_package_states(self.kernel))}",
             *_data_lines(self),
             *([] if self.memory is None else [self.memory]),
+            *([] if self.start.line is None else [self.start.line]),
             *(f"warning: {warning}" for warning in self.warnings),
         )
 
@@ -84,12 +87,14 @@ def prepare(argv: Sequence[str], world_size: int) -> Job:
     if args.hf_model:
         importlib.import_module("megatron.prefixflow.bridge")
     _check_outputs(args)
+    start = find_start(args)
+    check_places(args, start)
     check_calibration(args, layout)
     if not args.logprobs_only:
         _check_schedule(args)
     trajectories = load_trajectories(args)
     _check_trajectories(args, layout, trajectories)
-    job = Job(args, layout, kernel, trajectories, tuple(_data_warnings(args, trajectories)))
+    job = Job(args, layout, kernel, trajectories, tuple(_data_warnings(args, trajectories)), start)
     return replace(job, memory=_fitted_memory(job))
 
 

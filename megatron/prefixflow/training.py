@@ -54,6 +54,7 @@ from megatron.prefixflow.arguments import (
     transformer_config,
 )
 from megatron.prefixflow.calibration import OperationTimer, describe, fit_calibration, is_measuring
+from megatron.prefixflow.checkpoint import CheckpointError, TrainState, load_checkpoint
 from megatron.prefixflow.data import BatchPlace
 from megatron.prefixflow.gradients import clip_gradients, gradient_norm, reduce_gradients
 from megatron.prefixflow.job import Job, prepare
@@ -70,6 +71,7 @@ from megatron.prefixflow.metrics import (
 from megatron.prefixflow.model import build_model, wrap_data_parallel
 from megatron.prefixflow.overlap import EarlyReduction
 from megatron.prefixflow.peaks import MeasuredMemory, measured_memory, predicted_memory, state_bytes
+from megatron.prefixflow.resume import Saver, Start, data_digest, drop_steps_after, load_reference
 from megatron.prefixflow.router import has_router_terms, router_loss_config
 from megatron.prefixflow.routing import RouteStore, RoutingReplay, moe_layer_numbers
 from megatron.prefixflow.session import start_session
@@ -112,7 +114,7 @@ def _run(job: Job | None, problem: str | None, is_first: bool) -> int:
     run = score if job.args.logprobs_only else train
     try:
         run(job, console)
-    except TrainingError as error:
+    except (TrainingError, CheckpointError) as error:
         _say(str(error), is_first)
         return 1
     except ArgumentsError as error:
@@ -227,16 +229,21 @@ class FrozenWeights:
 
 
 class Scorer:
-    """Model, process groups and plan runner of this rank."""
+    """Model, process groups and plan runner of this rank.
 
-    def __init__(self, job: Job) -> None:
+    resumes: the weights of a checkpoint that the run goes on from are read later, with its optimizer.
+    """
+
+    def __init__(self, job: Job, *, resumes: bool = False) -> None:
         args = job.args
         self.job = job
         self.loss = loss_config(args)
         self.groups = start_session(job.layout, args.seed)
         self.chunks = build_model(transformer_config(args), self.groups, **gpt_model_kwargs(args))
-        if args.hf_model:
+        if args.hf_model and job.start.folder is None:
             self._load(args.hf_model)
+        if job.start.folder is not None and not (resumes and job.start.resumes):
+            load_checkpoint(job.start.folder, self.chunks)
         self.device = next(self.chunks[0].parameters()).device
         self.runner = StepRunner(
             self.chunks,
@@ -304,8 +311,8 @@ class Trainer(Scorer):
     """
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job)
         args = job.args
+        super().__init__(job, resumes=not args.no_load_optim)
         # Our norm sees what Megatron's check would, in the same step and with a sentence.
         buffers = dataclasses.replace(ddp_config(args), check_for_nan_in_grad=False)
         self.ddp = wrap_data_parallel(self.chunks, buffers)
@@ -316,7 +323,9 @@ class Trainer(Scorer):
         self.optimizer = get_megatron_optimizer(config, list(self.ddp))
         self.scheduler = OptimizerParamScheduler(self.optimizer, **scheduler_options(args))
         self.batches = job.batches
-        self.num_steps = 0
+        self.num_steps = self.data_start = 0
+        self.rollout_state: Any = None
+        self._data = data_digest(self.batches, args.updates_per_batch)
         self.warnings: list[str] = []
         self.trace = OperationTrace(self.groups.data_rank)
         self.measurements: list[Measurement] = []
@@ -325,6 +334,38 @@ class Trainer(Scorer):
         lacks_reference = any(t.ref_logprobs is None for t in job.trajectories)
         needs_reference = self.loss.needs_reference and lacks_reference
         self._reference = FrozenWeights.of(self.chunks) if needs_reference else None
+        keeps = self._reference is not None and load_reference(args, job.start, self.chunks, self._reference)
+        self.saver = Saver(
+            args,
+            job.start,
+            self.chunks,
+            self.optimizer,
+            self.scheduler,
+            self.groups,
+            self._reference if keeps else None,
+        )
+        if job.start.resumes:
+            self._resume(job.start)
+
+    def _resume(self, start: Start) -> None:
+        args = self.job.args
+        assert start.folder is not None
+        state = load_checkpoint(
+            start.folder,
+            self.chunks,
+            None if args.no_load_optim else self.optimizer,
+            self.scheduler,
+            groups=None if args.no_load_rng else self.groups,
+        )
+        assert state is not None, "looked up before the run"
+        self.num_steps, self.rollout_state = state.step, state.rollout
+        # Other trajectories than those of the checkpoint are taken from the first.
+        self.data_start = state.data_start if state.data == self._data else state.step
+
+    @property
+    def state(self) -> TrainState:
+        """Where the run stands."""
+        return TrainState(self.num_steps, self._data, self.data_start, self.rollout_state)
 
     def step(self) -> StepMetrics:
         """One optimizer step. `warnings` holds what the user should hear about it.
@@ -337,7 +378,7 @@ class Trainer(Scorer):
         times = OpTimes()
         self.trace.step = self.num_steps + 1
         self.runner.observe = together(times, self.trace.observe) if self.job.args.trace_file else times
-        place = BatchPlace.of(self.num_steps, len(self.batches), self.job.args.updates_per_batch)
+        place = BatchPlace.of(self.num_steps - self.data_start, len(self.batches), self.job.args.updates_per_batch)
         self.trace.is_training = False
         work = self._prepared(place)
         self.trace.is_training = True
@@ -436,7 +477,7 @@ class Trainer(Scorer):
             )
 
     def _completed(self, plan: Plan, trajectories: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
-        """Fill in missing reference log-probabilities by the initial weights."""
+        """Fill in missing reference log-probabilities by the reference policy."""
         if self._reference is None:
             return tuple(trajectories)
         with self._reference.installed():
@@ -475,9 +516,14 @@ def train(job: Job, console: Console) -> None:
     """All steps of a run; rank 0 prints a line for each and appends it to the metrics file."""
     args = job.args
     trainer = Trainer(job)
+    if args.load is not None and not args.finetune and args.metrics_file is not None and dist.get_rank() == 0:
+        # What was run after the checkpoint, and was lost, is run again.
+        drop_steps_after(args.metrics_file, trainer.num_steps)
+    if trainer.num_steps >= args.train_iters:
+        console.print(f"step {trainer.num_steps} of {args.train_iters} is done: nothing is left to train.")
     with Progress(console=console, disable=not console.is_terminal or console.quiet) as progress:
-        task = progress.add_task("training", total=args.train_iters)
-        for _ in range(args.train_iters):
+        task = progress.add_task("training", total=args.train_iters, completed=trainer.num_steps)
+        while trainer.num_steps < args.train_iters:
             with doing(f"running step {trainer.num_steps + 1}"):
                 metrics = trainer.step()
             for warning in trainer.warnings:
@@ -485,6 +531,8 @@ def train(job: Job, console: Console) -> None:
             progress.console.print(metrics.summary(args.train_iters))
             if args.metrics_file is not None and dist.get_rank() == 0:
                 append_metrics(args.metrics_file, metrics)
+            with doing(f"saving step {trainer.num_steps}"):
+                trainer.saver.after_step(trainer.state)
             progress.advance(task)
     if args.trace_file is not None:
         trainer.write_trace(args.trace_file)
