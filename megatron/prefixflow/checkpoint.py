@@ -43,6 +43,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron.prefixflow.groups import Groups
@@ -270,7 +271,7 @@ def load_checkpoint(
     for key, chunk in zip(_model_keys(chunks), chunks, strict=True):
         _load_chunk(chunk, loaded[key])
     if optimizer is not None:
-        optimizer.load_state_dict(loaded["optimizer"])
+        _load_optimizer(optimizer, loaded["optimizer"])
     if scheduler is not None:
         _agreed(lambda: _load_scheduler(scheduler, common, place.folder))
     if with_random is not None and "rng_state" in loaded:
@@ -304,14 +305,36 @@ def _contents(
 
 def _start_adam(optimizer: Any) -> None:
     """Give torch's Adam the state it has before its first step: without Apex, Megatron's distributed optimizer asks for it."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not isinstance(part.optimizer, torch.optim.Adam):
-            continue
+    for part in _torch_adams(optimizer):
         for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
             state = part.optimizer.state[parameter]
             if not state:
                 state["step"] = torch.tensor(0.0)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+
+def _torch_adams(optimizer: Any) -> list[Any]:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if isinstance(part.optimizer, torch.optim.Adam)]
+
+
+def _load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
+    """Read a state into Megatron's optimizer.
+
+    Without Apex, its distributed one gives all parameters one tensor `step`, which then counts once for each of them, and looks for a
+    `step` among the tensors of each parameter. So those tensors are read apart, and every parameter gets a `step` of its own.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    states = [state] if len(parts) == 1 else [state[i] for i in range(len(parts))]
+    adams = [part for part in _torch_adams(optimizer) if isinstance(part, DistributedOptimizer)]
+    tensors = [(part, own.pop("param_state")) for part, own in zip(parts, states, strict=True) if part in adams]
+    optimizer.load_state_dict(state)
+    for part, own in tensors:
+        held = list(part.optimizer.state.values())
+        steps = [parameter_state.pop("step").clone() for parameter_state in held]
+        part.load_parameter_state_from_fully_reshardable(own)
+        for parameter_state, step in zip(held, steps, strict=True):
+            parameter_state["step"] = step
 
 
 def _layout(groups: Groups) -> dict[str, int]:
