@@ -46,6 +46,7 @@ from megatron.prefixflow.gradients import reduce_gradients
 from megatron.prefixflow.job import Job
 from megatron.prefixflow.parity import relative_errors
 from megatron.prefixflow.planning import plan_step
+from megatron.prefixflow.rollouts import FileBatches
 from megatron.prefixflow.sampler import Prompt, Response, Sampler, SamplingConfig
 from megatron.prefixflow.shards import full_gradients
 from megatron.prefixflow.smollm2 import DEFAULT_DIR, make_model
@@ -316,7 +317,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                 comparison.run(options.pairs, options.time_limit)
             result = comparison.result()
         with console.status(f"step {step + 1}: forward and backward with reuse"):
-            trainer.batches = (*trainer.batches, batch.trajectories)
+            trainer.source = FileBatches([batch.trajectories])
             metrics = trainer.step()
         for warning in trainer.warnings:
             console.print(warning)

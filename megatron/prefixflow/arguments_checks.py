@@ -271,6 +271,9 @@ def _validate_numbers(values: Mapping[str, Any]) -> None:
         value = values[dest]
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise ArgumentsError(f"{flag_of(dest)} is {value}, expected a finite number of at least 0.")
+    minutes = values["rollout_timeout_minutes"]
+    if not (math.isfinite(minutes) and minutes >= 0):
+        raise ArgumentsError(f"--rollout-timeout-minutes is {minutes}, expected a finite number of at least 0.")
     for dest in ("kv_budget_gib", "memory_budget_gib"):
         budget = values[dest]
         if budget is not None and not (math.isfinite(budget) and budget > 0):
@@ -323,6 +326,47 @@ def _validate_checkpoints(values: Mapping[str, Any]) -> None:
         raise ArgumentsError("--finetune needs --load or --pretrained-checkpoint.")
 
 
+def _validate_rollouts(values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    rollout = values["rollout"]
+    if rollout is not None and values["logprobs_only"] is not None:
+        raise ArgumentsError(f"--logprobs-only scores files that are there; leave --rollout {rollout} out.")
+    if "overlong" in values["filter"]:
+        _require(values, "max_response_length")
+    if rollout == "sample":
+        _require(values, "reward_function", "group_size", "max_response_length")
+        _validate_sampling(values)
+        return
+    idle = [d for d in ("reward_function", "group_size", "top_p", "stop_tokens") if d in given]
+    if idle:
+        raise ArgumentsError(
+            f"{', '.join(map(flag_of, idle))}: only --rollout sample samples; add it, or leave them out."
+        )
+
+
+def _validate_sampling(values: Mapping[str, Any]) -> None:
+    for dest, least in (("group_size", 1), ("max_response_length", 1)):
+        if values[dest] < least:
+            raise ArgumentsError(f"{flag_of(dest)} is {values[dest]}, expected at least {least}.")
+    size, group = values["global_batch_size"], values["group_size"]
+    if size % group:
+        raise ArgumentsError(
+            f"--global-batch-size {size} is not a multiple of --group-size {group}: a step trains whole groups."
+        )
+    if group == 1 and values["advantage_estimator"] != "reinforce++":
+        raise ArgumentsError(
+            "--group-size 1: the advantage of a lone response is 0 but for --advantage-estimator reinforce++, which compares "
+            "over the batch. Raise --group-size, or use that."
+        )
+    top_p = values["top_p"]
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ArgumentsError(f"--top-p is {top_p}, expected more than 0 and at most 1.")
+    outside = [token for token in values["stop_tokens"] if not 0 <= token < values["vocab_size"]]
+    if outside:
+        raise ArgumentsError(
+            f"--stop-tokens {outside[0]}: expected token ids from 0 up to --vocab-size {values['vocab_size']}."
+        )
+
+
 def validate(values: Mapping[str, Any], given: Mapping[str, Any], training: bool) -> None:
     """Check what one process can check; `layout` checks the sizes against the world.
 
@@ -337,6 +381,7 @@ def validate(values: Mapping[str, Any], given: Mapping[str, Any], training: bool
     _validate_numbers(values)
     if training:
         _validate_training(values)
+        _validate_rollouts(values, given)
 
 
 def loss_options(values: Mapping[str, Any]) -> dict[str, Any]:

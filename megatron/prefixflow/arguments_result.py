@@ -51,6 +51,7 @@ _INDIFFERENT = _names(
     moe_shared_expert_overlap prefix_reuse merge_groups max_tokens_per_microbatch micro_batch_size prefix_memory
     kv_budget_gib memory_budget_gib measure_memory context_parallel_kv attention_kernel dtype bf16
     overlap_grad_reduce ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw metrics_file trace_file calibrate
+    tensorboard_dir wandb_project wandb_entity wandb_exp_name wandb_save_dir reward_curve rollout_timeout_minutes
     distributed_backend distributed_timeout_minutes"""
 )
 """Values that change how a step is computed, not what it computes."""

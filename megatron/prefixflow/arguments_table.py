@@ -375,6 +375,11 @@ OWN_ROWS: tuple[Row, ...] = (
     _flag("--no-load-rng", "do not load the random state"),
     _flag("--use-checkpoint-args", "take those of the model's arguments that are not given from the checkpoint"),
     _flag("--exit-on-missing-checkpoint", "stop where --load finds nothing, instead of starting anew"),
+    Row("--tensorboard-dir", str, None, "folder of TensorBoard files (default: tensorboard in --save)"),
+    Row("--wandb-project", str, None, "log to this project of Weights & Biases"),
+    Row("--wandb-entity", str, None, "owner of that project"),
+    Row("--wandb-exp-name", str, None, "name of the run there"),
+    Row("--wandb-save-dir", str, None, "folder of its local files"),
 )
 
 
@@ -410,10 +415,25 @@ OUR_ROWS: tuple[Row, ...] = (
         "attention kernel",
         choices=("auto", "aten", "flash-attn", "einsum"),
     ),
-    _ours("--trajectories", str, None, "trajectory file, or folder of them"),
-    _ours("--rollout", str, "trace", "where trajectories come from", choices=("trace", "sample")),
-    _ours("--reward-function", str, None, "module:function that scores sampled responses"),
+    _ours("--trajectories", str, None, "trajectory file, or folder of them; with --rollout sample, of prompts"),
+    _ours(
+        "--rollout",
+        str,
+        None,
+        "trace: wait for new trajectory files and use each once; sample: sample responses from the policy (default: use "
+        "the files that are there again in every epoch)",
+        choices=("trace", "sample"),
+    ),
+    _ours("--rollout-timeout-minutes", float, 60.0, "how long --rollout trace waits for a new file"),
+    _ours("--reward-function", str, None, "module:function or file.py:function that scores sampled responses"),
     _ours("--group-size", int, None, "samples of a prompt"),
+    _ours(
+        "--stop-tokens",
+        int,
+        [],
+        "token ids that end a sampled response (default: those that end a text in the --model folder)",
+        arity=Arity.LIST,
+    ),
     _ours(
         "--temperature",
         float,
@@ -431,20 +451,22 @@ OUR_ROWS: tuple[Row, ...] = (
         "--advantage-estimator",
         str,
         None,
-        "recompute advantages from rewards",
+        "compute advantages from rewards (default: the file's; grpo for sampled responses)",
         choices=("grpo", "rloo", "dr-grpo", "reinforce++"),
     ),
     _ours(
         "--filter",
         str,
         [],
-        "groups or trajectories to leave out",
+        "leave out groups of equal rewards, and responses that were cut off",
         choices=("zero-variance", "overlong"),
         arity=Arity.LIST,
     ),
     _ours("--tis-cap", float, None, "cap of the truncated importance weight"),
     _ours("--updates-per-batch", int, 1, "optimizer steps on one batch"),
-    _ours("--ref-load", str, None, "reference policy: checkpoint or Hugging Face folder (default: the initial weights)"),
+    _ours(
+        "--ref-load", str, None, "reference policy: checkpoint or Hugging Face folder (default: the initial weights)"
+    ),
     _ours("--prefix-reuse", str, "auto", "share prefixes", choices=("auto", "on", "off")),
     _ours(
         "--merge-groups",
@@ -539,6 +561,12 @@ OUR_ROWS: tuple[Row, ...] = (
     _ours("--metrics-file", str, None, "one JSON object a step"),
     _ours("--trace-file", str, None, "timeline of operations"),
     _ours(
+        "--reward-curve",
+        str,
+        None,
+        "picture of the reward at the end of a run (default with --rollout sample: beside --metrics-file)",
+    ),
+    _ours(
         "--export-hf-every",
         str,
         None,
@@ -560,8 +588,7 @@ NO_EFFECT: tuple[NoEffect, ...] = (
         --no-one-logger --one-logger-async --log-straggler --disable-straggler-on-startup
         --run-workload-inspector-server""",
         values="""--timing-log-level --timing-log-option --tensorboard-log-interval
-        --tensorboard-queue-size --tensorboard-dir --wandb-project --wandb-entity --wandb-exp-name
-        --wandb-save-dir --logging-level --log-interval --log-memory-interval --one-logger-project
+        --tensorboard-queue-size --logging-level --log-interval --log-memory-interval --one-logger-project
         --one-logger-run-name --app-tag-run-name --app-tag-run-version --straggler-ctrlr-port
         --straggler-minmax-count""",
     ),
@@ -1168,18 +1195,11 @@ def _given(value: Any) -> bool:
     return value not in (None, False, [], ())
 
 
-def _not(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: value not in values
-
-
 def _not_built(reason: str, wants: Callable[[Any], bool], names: str) -> tuple[NotBuilt, ...]:
     return tuple(NotBuilt(name, wants, reason) for name in names.split())
 
 
 NOT_BUILT_YET: tuple[NotBuilt, ...] = (
-    *_not_built("sampling rollouts", _not("trace"), "--rollout"),
-    *_not_built("sampling rollouts", _given, "--reward-function --group-size --top-p"),
-    *_not_built("advantages from rewards", _given, "--advantage-estimator --filter"),
     *_not_built("comparison with a dense run while training", _given, "--verify-steps"),
 )
 """Parts that are still to come. Delete an entry when its part is built."""

@@ -76,14 +76,13 @@ class MissingCheckpointError(CheckpointError):
 class TrainState:
     """Where a run stands after a step.
 
-    step: optimizer steps taken. data: digest of the batches that the run goes through, data_start: the step at which it began with
-    them. rollout: state of what brings the trajectories, anything that JSON holds.
+    step: optimizer steps taken. data: digest of the batches that the run goes through, of none where they are still to come.
+    source: state of what brings them (`rollouts.BatchSource`), anything that JSON holds.
     """
 
     step: int
     data: str = ""
-    data_start: int = 0
-    rollout: Any = None
+    source: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,9 @@ def _refuse_half(place: Path) -> None:
     try:
         storage = FileSystemReader(place).read_metadata().storage_data or {}
     except Exception as error:
-        raise CheckpointError(f"{place} is half a checkpoint: .metadata cannot be read ({error!r}). {way_out}") from error
+        raise CheckpointError(
+            f"{place} is half a checkpoint: .metadata cannot be read ({error!r}). {way_out}"
+        ) from error
     for info in storage.values():
         end = info.offset + info.length
         sizes[info.relative_path] = max(end, sizes.get(info.relative_path, 0))
@@ -371,7 +372,8 @@ def _load_chunk(chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
     result = chunk.load_state_dict(state, strict=False)
     # Transformer Engine's own state: a checkpoint written without it has none.
     lost = [name for name in result.missing_keys if not name.endswith("_extra_state")]
-    assert not lost and not result.unexpected_keys, f"missing {lost}, unexpected {result.unexpected_keys}"
+    assert not lost, f"missing {lost}"
+    assert not result.unexpected_keys, f"unexpected {result.unexpected_keys}"
 
 
 def _load_scheduler(scheduler: Any, common: Mapping[str, Any], place: Path) -> None:

@@ -8,33 +8,22 @@ Strategy of `group_batches`:
    A group is never cut: it waits for the next batch, and is a batch of its own where it is larger than that.
 3. The last batch of an epoch takes what is left. The next epoch starts from the first group again, so no batch holds
    a group twice.
+
+`--filter` and `--advantage-estimator` act around it: groups whose rewards are all equal leave before batches are formed,
+advantages are those of a batch, and responses that were cut off leave after that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron.prefixflow.arguments import Arguments, shape_of
 from megatron.prefixflow.routing import RoutingReplay
+from prefixflow.trajectories.advantages import with_advantages
+from prefixflow.trajectories.filters import without_overlong, without_zero_variance
 from prefixflow.trajectories.reader import read_trajectories
 from prefixflow.trajectories.types import Trajectory
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPlace:
-    """Which batch an update works on. Counts start at 0; `reuse` counts the updates on this batch before this one."""
-
-    batch: int
-    epoch: int
-    reuse: int
-
-    @classmethod
-    def of(cls, step: int, num_batches: int, updates_per_batch: int) -> BatchPlace:
-        """Place of optimizer step `step` (from 0)."""
-        round_, reuse = divmod(step, updates_per_batch)
-        epoch, batch = divmod(round_, num_batches)
-        return cls(batch, epoch, reuse)
 
 
 def load_trajectories(args: Arguments) -> tuple[Trajectory, ...]:
@@ -75,3 +64,18 @@ def group_batches(trajectories: Sequence[Trajectory], max_trajectories: int) -> 
         else:
             batches.append(list(group))
     return tuple(map(tuple, batches))
+
+
+def step_batches(args: Arguments, trajectories: Sequence[Trajectory]) -> tuple[tuple[Trajectory, ...], ...]:
+    """Batches of training steps on files: filtered, and with advantages from rewards, where that was asked for.
+
+    No batch is empty; there may be none. Raises TrajectoryError for a trajectory that lacks a reward which is needed.
+    """
+    if "zero-variance" in args.filter:
+        trajectories = without_zero_variance(trajectories)
+    batches = group_batches(trajectories, args.global_batch_size)
+    if args.advantage_estimator is not None:
+        batches = tuple(with_advantages(batch, args.advantage_estimator) for batch in batches)
+    if "overlong" in args.filter:
+        batches = tuple(without_overlong(batch, args.max_response_length) for batch in batches)
+    return tuple(batch for batch in batches if batch)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -29,36 +30,55 @@ from megatron.prefixflow.arguments import (
 )
 from megatron.prefixflow.calibration import check_calibration
 from megatron.prefixflow.configs import has_transformer_engine
-from megatron.prefixflow.data import group_batches, load_trajectories
+from megatron.prefixflow.data import group_batches, load_trajectories, step_batches
 from megatron.prefixflow.device import torch_device
+from megatron.prefixflow.logs import check_log_packages
 from megatron.prefixflow.planning import zero_weight
 from megatron.prefixflow.resume import Start, check_places, find_start
 from megatron.prefixflow.router import has_router_terms
 from megatron.prefixflow.routing import RoutingReplay
+from megatron.prefixflow.sampler import refuse_unsupported
 from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import build_plan
 from prefixflow.runtime.attention.kernels import AttentionKernel, select_kernel
 from prefixflow.runtime.loss import LossConfig
 from prefixflow.trajectories import trajectory_files
+from prefixflow.trajectories.prompts import PromptRecord, read_prompts
+from prefixflow.trajectories.rewards import RewardFunction
 from prefixflow.trajectories.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """What `--rollout sample` samples from, and what scores the responses."""
+
+    prompts: tuple[PromptRecord, ...]
+    reward: RewardFunction
+    stop_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
-    """A run that has passed every check that needs no process group."""
+    """A run that has passed every check that needs no process group.
+
+    trajectories: of the files; none with `--rollout`, where steps bring them. sampling: with `--rollout sample` only.
+    """
 
     args: Arguments
     layout: ParallelLayout
     kernel: AttentionKernel
     trajectories: tuple[Trajectory, ...]
     warnings: tuple[str, ...]
-    start: Start = Start()
+    start: Start = field(default_factory=Start)
     memory: str | None = None
+    sampling: SamplingInputs | None = None
 
     @property
     def batches(self) -> tuple[tuple[Trajectory, ...], ...]:
-        """The batches of an epoch; scoring without a batch size takes all trajectories at once."""
-        return group_batches(self.trajectories, self.args.global_batch_size or len(self.trajectories))
+        """The batches of an epoch; scoring takes no part of the file away, and without a batch size all at once."""
+        if self.args.logprobs_only:
+            return group_batches(self.trajectories, self.args.global_batch_size or len(self.trajectories))
+        return step_batches(self.args, self.trajectories)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -92,10 +112,48 @@ def prepare(argv: Sequence[str], world_size: int) -> Job:
     check_calibration(args, layout)
     if not args.logprobs_only:
         _check_schedule(args)
+    check_log_packages(args)
+    if args.rollout == "sample":
+        return replace(_sampling_job(args, layout, kernel), start=start)
+    if args.rollout == "trace":
+        return Job(args, layout, kernel, (), (), start)
     trajectories = load_trajectories(args)
     _check_trajectories(args, layout, trajectories)
     job = Job(args, layout, kernel, trajectories, tuple(_data_warnings(args, trajectories)), start)
+    if not job.batches:
+        raise ArgumentsError(f"--filter {' '.join(args.filter)} leaves nothing of {args.trajectories} to train on.")
     return replace(job, memory=_fitted_memory(job))
+
+
+def _sampling_job(args: Arguments, layout: ParallelLayout, kernel: AttentionKernel) -> Job:
+    refuse_unsupported(transformer_config(args))
+    room = args.seq_length + 1 - args.max_response_length
+    prompts = read_prompts(args.trajectories, vocab_size=args.vocab_size, max_prompt_tokens=room)
+    num_prompts = args.global_batch_size // args.group_size
+    if num_prompts > len(prompts):
+        raise ArgumentsError(
+            f"a step samples from {num_prompts} prompts (--global-batch-size {args.global_batch_size} / --group-size "
+            f"{args.group_size}), and {args.trajectories} has {len(prompts)}. Add prompts, or lower --global-batch-size."
+        )
+    longest = max(len(prompt.tokens) for prompt in prompts) + args.max_response_length
+    example = Trajectory("longest", "longest", [0] * longest, [0] * longest, 0.0)
+    build_plan([example], replace(plan_config(args, layout), route_mismatch=None))
+    stops = tuple(args.stop_tokens) or stop_tokens_of(args.hf_model)
+    inputs = SamplingInputs(prompts, RewardFunction(args.reward_function), stops)
+    warnings = [] if stops else ["no --stop-tokens: every response is as long as --max-response-length."]
+    return Job(args, layout, kernel, (), tuple(warnings), sampling=inputs)
+
+
+def stop_tokens_of(folder: str | None) -> tuple[int, ...]:
+    """Token ids that end a text, by the generation settings or the configuration of a Hugging Face folder."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(folder or "") / name
+        if folder is None or not file.is_file():
+            continue
+        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()
 
 
 def _check_packages(argv: Sequence[str]) -> None:
@@ -110,12 +168,14 @@ def _check_packages(argv: Sequence[str]) -> None:
 
 def _check_outputs(args: Arguments) -> None:
     """Output files must be writable places, and never a file that is read."""
-    inputs = {file.resolve() for file in trajectory_files(args.trajectories)}
+    # A followed folder may still be empty.
+    inputs = set() if args.rollout == "trace" else {file.resolve() for file in trajectory_files(args.trajectories)}
     for name, path in (
         ("--metrics-file", args.metrics_file),
         ("--logprobs-only", args.logprobs_only),
         ("--trace-file", args.trace_file),
         ("--calibrate", args.calibrate),
+        ("--reward-curve", args.reward_curve),
     ):
         if path is None:
             continue
@@ -195,19 +255,32 @@ def _data_warnings(args: Arguments, trajectories: Sequence[Trajectory]) -> Itera
 
 
 def _data_lines(job: Job) -> Iterator[str]:
+    args = job.args
+    yield _describe_data(job)
+    yield (f"plan: prefix reuse {args.prefix_reuse}, at most {args.max_tokens_per_microbatch} tokens a microbatch")
+    if not args.logprobs_only:
+        yield f"loss: {_describe_loss(loss_config(args))}"
+
+
+def _describe_data(job: Job) -> str:
     args, trajectories = job.args, job.trajectories
+    if args.rollout == "trace":
+        return f"data: trajectory files as they come, {args.trajectories}"
+    if job.sampling is not None:
+        return (
+            f"data: {args.group_size} responses of at most {args.max_response_length} tokens to each of "
+            f"{args.global_batch_size // args.group_size} of {len(job.sampling.prompts)} prompts a step, scored by "
+            f"{job.sampling.reward.name}"
+        )
     batches = job.batches
     num_groups = len({t.group for t in trajectories})
     num_tokens = sum(len(t) for t in trajectories)
     sizes = sorted({len(batch) for batch in batches})
     per_batch = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    yield (
+    return (
         f"data: {len(trajectories)} trajectories in {num_groups} groups, {num_tokens} tokens; an epoch is "
         f"{len(batches)} x {per_batch} trajectories"
     )
-    yield (f"plan: prefix reuse {args.prefix_reuse}, at most {args.max_tokens_per_microbatch} tokens a microbatch")
-    if not args.logprobs_only:
-        yield f"loss: {_describe_loss(loss_config(args))}"
 
 
 def _describe_loss(loss: LossConfig) -> str:

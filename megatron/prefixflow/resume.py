@@ -106,7 +106,9 @@ def export_place(args: Arguments) -> tuple[int, str | None]:
         return 0, None
     steps, folder = args.export_hf_every
     if not str(steps).isdecimal() or int(steps) < 1:
-        raise ArgumentsError(f"--export-hf-every {steps} {folder}: expected a number of steps of at least 1, then a folder.")
+        raise ArgumentsError(
+            f"--export-hf-every {steps} {folder}: expected a number of steps of at least 1, then a folder."
+        )
     return int(steps), folder
 
 

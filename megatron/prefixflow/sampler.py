@@ -13,8 +13,11 @@ Invariants
    cumulative distribution.
 2. Log-probabilities are of the tempered distribution before `top_p` cuts it, so they compare with training's.
 3. Tensor-parallel ranks take the same tokens: logits are gathered for the sampled rows, and the random numbers agree.
+4. The routes of a model with experts are those that its layers took, one row for each token that was run: a replay of
+   them (`--routing-replay rollout`) routes as here.
 
-Not covered: pipeline, context and expert parallelism.
+Data- and context-parallel ranks hold whole models, and may sample different prompts at the same time. Not covered:
+pipeline and expert parallelism, where ranks would have to advance together.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +39,8 @@ from torch import Tensor
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.params import LayerAttention, MicrobatchParams
 from megatron.prefixflow.positions import RotaryTable
+from megatron.prefixflow.router import ROUTE_DTYPE, RoutingContext
+from megatron.prefixflow.routing import chunk_routers, moe_layer_numbers
 from prefixflow.plan.slices import CachedSlice, LocalSlice
 from prefixflow.ranges import Range
 from prefixflow.runtime.attention.decode import DecodeContext, ResponseCache
@@ -91,13 +97,17 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Response:
-    """One sample: tokens int64 [S] with the stop token if there was one, and their log-probabilities float64 [S]."""
+    """One sample: tokens int64 [S] with the stop token if there was one, and their log-probabilities float64 [S].
+
+    routes: int16 [P + S - 1, MoE layers, top-k] of prompt and response; None in a model without experts.
+    """
 
     prompt: Prompt
     number: int
     tokens: np.ndarray
     logprobs: np.ndarray
     is_stopped: bool
+    routes: np.ndarray | None = None
 
     def trajectory(self, *, advantage: float, reward: float | None = None, temperature: float = 1.0) -> Trajectory:
         """The trajectory of prompt and response, of which the response is trained; the group is the prompt."""
@@ -112,6 +122,7 @@ class Response:
             rollout_logprobs=np.concatenate([np.zeros(num_prompt), self.logprobs]),
             reward=reward,
             temperature=temperature,
+            routes=self.routes,
         )
 
 
@@ -133,7 +144,7 @@ class Sampler:
         vocab_size: int,
         max_positions: int | None = None,
     ) -> None:
-        _refuse_unsupported(model.config)
+        refuse_unsupported(model.config)
         self.model = model
         self.groups = groups
         self.kernel = kernel
@@ -143,6 +154,7 @@ class Sampler:
         self.num_prefill_tokens = 0
         self.num_decoded_tokens = 0
         self._rotary = RotaryTable(model.rotary_pos_emb)
+        self._routes = _RouteRecorder(model, groups) if model.config.num_moe_experts is not None else None
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[Prompt], config: SamplingConfig) -> tuple[tuple[Response, ...], ...]:
@@ -170,7 +182,7 @@ class Sampler:
 
     def _run_wave(self, wave: _Wave, head: _Head, config: SamplingConfig) -> None:
         cache, own = KVCache(), ResponseCache()
-        first = torch.cat([self._prefill(block, prompt, cache) for block, prompt in enumerate(wave.prompts)])
+        first = torch.cat([self._prefill(block, wave, cache) for block in range(len(wave.prompts))])
         logits = head.logits(first).repeat_interleave(config.num_samples, 0)
         while True:
             tokens, logprobs = choose(logits, wave.uniforms(self.device), config)
@@ -183,8 +195,9 @@ class Sampler:
                 own.keep(torch.from_numpy(kept).to(self.device))
             logits = head.logits(self._decode(wave, cache, own))
 
-    def _prefill(self, block: int, prompt: Prompt, cache: KVCache) -> Tensor:
-        """Run a prompt, writing its K/V as `block`; the hidden state [1, h] of its last token."""
+    def _prefill(self, block: int, wave: _Wave, cache: KVCache) -> Tensor:
+        """Run prompt number `block`, writing its K/V as this block; the hidden state [1, h] of its last token."""
+        prompt = wave.prompts[block]
         num_tokens = len(prompt.tokens)
         num_physical = self._padded(num_tokens)
         runs = [Range(0, num_tokens), Range(num_tokens, num_physical)]
@@ -196,7 +209,8 @@ class Sampler:
             kernel=self.kernel,
             operation=Operation.FORWARD_ONLY,
         )
-        hidden = self._hidden(prompt.tokens, np.arange(num_tokens), context)
+        hidden, routes = self._hidden(prompt.tokens, np.arange(num_tokens), context)
+        wave.keep_prompt_routes(routes)
         self.num_prefill_tokens += num_tokens
         return hidden[num_tokens - 1 : num_tokens]
 
@@ -204,13 +218,23 @@ class Sampler:
         """Run the last token of every live response: hidden states [B, h]."""
         tokens, positions = wave.inputs()
         context = DecodeContext(wave.slices(), len(tokens), cache, own, self.kernel)
-        hidden = self._hidden(tokens, positions, context)
+        hidden, routes = self._hidden(tokens, positions, context)
+        wave.keep_routes(routes)
         own.advance()
         self.num_decoded_tokens += len(tokens)
         return hidden[: len(tokens)]
 
-    def _hidden(self, tokens: np.ndarray, positions: np.ndarray, context: LayerAttention) -> Tensor:
-        """Hidden states [T, h] before the LM head, T padded to what sequence parallelism wants."""
+    def _hidden(
+        self, tokens: np.ndarray, positions: np.ndarray, context: LayerAttention
+    ) -> tuple[Tensor, np.ndarray | None]:
+        """Hidden states [T, h] before the LM head, T padded to what sequence parallelism wants, and the tokens' routes."""
+        if self._routes is None:
+            return self._decoder(tokens, positions, context), None
+        with self._routes.recording(self._padded(len(tokens))):
+            hidden = self._decoder(tokens, positions, context)
+        return hidden, self._routes.routes(len(tokens))
+
+    def _decoder(self, tokens: np.ndarray, positions: np.ndarray, context: LayerAttention) -> Tensor:
         padding = (0, self._padded(len(tokens)) - len(tokens))
         ids = torch.from_numpy(np.pad(tokens, padding)).to(self.device).unsqueeze(0)
         places = torch.from_numpy(np.pad(positions, padding)).to(self.device)
@@ -263,6 +287,8 @@ class _Wave:
         self._uniforms = np.stack(
             [_uniforms(config, prompt.id, number) for prompt in prompts for number in range(config.num_samples)]
         )
+        self._prompt_routes: list[np.ndarray] = []
+        self._routes: list[tuple[np.ndarray, np.ndarray]] = []
 
     @property
     def live_blocks(self) -> set[int]:
@@ -284,6 +310,16 @@ class _Wave:
         kept = np.flatnonzero(~stopped & (not is_full))
         self._live = self._live[kept]
         return kept
+
+    def keep_prompt_routes(self, routes: np.ndarray | None) -> None:
+        """Routes [P, MoE layers, top-k] of the next prompt."""
+        if routes is not None:
+            self._prompt_routes.append(routes)
+
+    def keep_routes(self, routes: np.ndarray | None) -> None:
+        """Routes [B, MoE layers, top-k] of the last tokens of the live responses."""
+        if routes is not None:
+            self._routes.append((self._live.copy(), routes))
 
     def inputs(self) -> tuple[np.ndarray, np.ndarray]:
         """Last tokens [B] of the live responses, and their positions [B]."""
@@ -309,9 +345,66 @@ class _Wave:
                     tokens=self._tokens[row, :length].copy(),
                     logprobs=self._logprobs[row, :length].copy(),
                     is_stopped=bool(self._stopped[row]),
+                    routes=self._routes_of(row, index),
                 )
             )
         return [tuple(found[index]) for index in range(len(self.prompts))]
+
+    def _routes_of(self, row: int, prompt: int) -> np.ndarray | None:
+        if not self._prompt_routes:
+            return None
+        # Live rows ascend, so a binary search finds this one; a response's last token is never run.
+        steps = self._routes[: self._lengths[row] - 1]
+        own = [routes[np.searchsorted(live, row)][None] for live, routes in steps]
+        return np.concatenate([self._prompt_routes[prompt], *own])
+
+
+class _RouteRecorder:
+    """Lets the routers of a model run without a plan, and keeps what they chose."""
+
+    def __init__(self, model: Any, groups: Groups) -> None:
+        self._routers = chunk_routers(model)
+        self._layers = moe_layer_numbers(model.config)
+        self._device = next(model.parameters()).device
+        self._tensor = groups.tensor
+        self._is_split = model.config.sequence_parallel and groups.tensor.size() > 1
+        self._chosen: dict[int, Tensor] = {}
+        for router in self._routers:
+            router.keep_buffers_float32()
+
+    @contextmanager
+    def recording(self, num_rows: int) -> Iterator[None]:
+        """Around a forward of `num_rows` tokens, padding among them."""
+        rows = num_rows // (self._tensor.size() if self._is_split else 1)
+        zeros = torch.zeros(rows, device=self._device)
+        context = RoutingContext(
+            segments=(0,),
+            segment_of=zeros.long(),
+            multiplicity=zeros,
+            mean_weight=zeros,
+            losses=None,
+            layers=self._layers,
+            operation=Operation.FORWARD_ONLY,
+        )
+        for router in self._routers:
+            router.context = context
+        try:
+            yield
+        finally:
+            for router in self._routers:
+                router.context = None
+        self._chosen = context.chosen
+
+    def routes(self, num_tokens: int) -> np.ndarray:
+        """int16 [num_tokens, MoE layers, top-k] of the forward before; collective over split tensor-parallel ranks."""
+        here = torch.stack([self._chosen[layer] for layer in self._layers], dim=1).to(ROUTE_DTYPE).contiguous()
+        if self._is_split:
+            # Backends have no 16-bit integers in common.
+            wide = here.int()
+            parts = [torch.empty_like(wide) for _ in range(self._tensor.size())]
+            dist.all_gather(parts, wide, group=self._tensor)
+            here = torch.cat(parts).to(ROUTE_DTYPE)
+        return here[:num_tokens].cpu().numpy()
 
 
 class _Head:
@@ -399,13 +492,14 @@ def _check_prompt(prompt: Prompt, vocab_size: int) -> None:
         )
 
 
-def _refuse_unsupported(config: Any) -> None:
+def refuse_unsupported(config: Any) -> None:
+    """ValueError where the sampler cannot run a model of this layout (`TransformerConfig`)."""
     for name, flag in (
-        ("pipeline_model_parallel_size", "--pp"),
-        ("context_parallel_size", "--cp"),
-        ("expert_model_parallel_size", "--ep"),
+        ("pipeline_model_parallel_size", "--pipeline-model-parallel-size (--pp)"),
+        ("expert_model_parallel_size", "--expert-model-parallel-size (--ep)"),
     ):
         if getattr(config, name) > 1:
             raise ValueError(
-                f"Sampling from the model with {flag} {getattr(config, name)} is not built yet; use 1, or sample elsewhere."
+                f"Sampling from the model with {flag} {getattr(config, name)} is not built: expected 1. Use tensor, data "
+                "and context parallelism, or sample elsewhere and follow its files (--rollout trace)."
             )

@@ -55,16 +55,16 @@ from megatron.prefixflow.arguments import (
 )
 from megatron.prefixflow.calibration import OperationTimer, describe, fit_calibration, is_measuring
 from megatron.prefixflow.checkpoint import CheckpointError, TrainState, load_checkpoint
-from megatron.prefixflow.data import BatchPlace
+from megatron.prefixflow.errors import TrainingError
 from megatron.prefixflow.gradients import clip_gradients, gradient_norm, reduce_gradients
 from megatron.prefixflow.job import Job, prepare
+from megatron.prefixflow.logs import TrainingLog
 from megatron.prefixflow.metrics import (
     OpTimes,
     RankSums,
     RouterFacts,
     StepMetrics,
     UpdateFacts,
-    append_metrics,
     largest,
     step_metrics,
 )
@@ -72,8 +72,10 @@ from megatron.prefixflow.model import build_model, wrap_data_parallel
 from megatron.prefixflow.overlap import EarlyReduction
 from megatron.prefixflow.peaks import MeasuredMemory, measured_memory, predicted_memory, state_bytes
 from megatron.prefixflow.resume import Saver, Start, data_digest, drop_steps_after, load_reference
+from megatron.prefixflow.rollouts import BatchSource, FileBatches, SampledBatches, followed_batches, sampling_plan
 from megatron.prefixflow.router import has_router_terms, router_loss_config
 from megatron.prefixflow.routing import RouteStore, RoutingReplay, moe_layer_numbers
+from megatron.prefixflow.sampler import Sampler
 from megatron.prefixflow.session import start_session
 from megatron.prefixflow.step import StepRunner, complete_logprobs, spread_logprobs
 from prefixflow.plan.calibrate import Measurement
@@ -85,10 +87,6 @@ from prefixflow.trajectories.files import atomic_write
 from prefixflow.trajectories.types import Trajectory
 
 PROGRAM = "pretrain_rl.py"
-
-
-class TrainingError(RuntimeError):
-    """The run cannot go on; the message is the same sentence on every rank."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -181,11 +179,13 @@ class BatchWork:
     """One batch with its plan; log-probabilities that the loss needs and the file lacks are filled in.
 
     routes: that the first update took, for the later ones; None where there is only one.
+    reward_mean: of all responses that were sampled for it; None where nothing was sampled.
     """
 
     plan: Plan
     trajectories: tuple[Trajectory, ...]
     routes: RouteStore | None
+    reward_mean: float | None = None
 
     def keep_old_logprobs(self, objective: Objective) -> BatchWork:
         """The work of the next update on this batch: the policy that the first update has seen is its old policy.
@@ -322,16 +322,15 @@ class Trainer(Scorer):
         config = dataclasses.replace(optimizer_config(args), clip_grad=0.0)
         self.optimizer = get_megatron_optimizer(config, list(self.ddp))
         self.scheduler = OptimizerParamScheduler(self.optimizer, **scheduler_options(args))
-        self.batches = job.batches
-        self.num_steps = self.data_start = 0
-        self.rollout_state: Any = None
-        self._data = data_digest(self.batches, args.updates_per_batch)
+        self.source = self._source()
+        self.num_steps = 0
+        self._data = data_digest(job.batches, args.updates_per_batch)
         self.warnings: list[str] = []
         self.trace = OperationTrace(self.groups.data_rank)
         self.measurements: list[Measurement] = []
         self.calibrates = is_measuring(args)
         self._work: BatchWork | None = None
-        lacks_reference = any(t.ref_logprobs is None for t in job.trajectories)
+        lacks_reference = args.rollout is not None or any(t.ref_logprobs is None for t in job.trajectories)
         needs_reference = self.loss.needs_reference and lacks_reference
         self._reference = FrozenWeights.of(self.chunks) if needs_reference else None
         keeps = self._reference is not None and load_reference(args, job.start, self.chunks, self._reference)
@@ -358,14 +357,15 @@ class Trainer(Scorer):
             groups=None if args.no_load_rng else self.groups,
         )
         assert state is not None, "looked up before the run"
-        self.num_steps, self.rollout_state = state.step, state.rollout
+        self.num_steps = state.step
         # Other trajectories than those of the checkpoint are taken from the first.
-        self.data_start = state.data_start if state.data == self._data else state.step
+        if state.data == self._data:
+            self.source.restore(state.source)
 
     @property
     def state(self) -> TrainState:
         """Where the run stands."""
-        return TrainState(self.num_steps, self._data, self.data_start, self.rollout_state)
+        return TrainState(self.num_steps, self._data, self.source.state())
 
     def step(self) -> StepMetrics:
         """One optimizer step. `warnings` holds what the user should hear about it.
@@ -378,9 +378,8 @@ class Trainer(Scorer):
         times = OpTimes()
         self.trace.step = self.num_steps + 1
         self.runner.observe = together(times, self.trace.observe) if self.job.args.trace_file else times
-        place = BatchPlace.of(self.num_steps - self.data_start, len(self.batches), self.job.args.updates_per_batch)
         self.trace.is_training = False
-        work = self._prepared(place)
+        work = self._prepared()
         self.trace.is_training = True
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
@@ -414,7 +413,9 @@ class Trainer(Scorer):
         )
         seconds, *peaks = largest([time.perf_counter() - begin, *held], self.device)
         facts = UpdateFacts(self.num_steps, norm, lr, seconds, *map(round, peaks))
-        return step_metrics(facts, sums, work.plan, work.trajectories, self._router_facts())
+        metrics = step_metrics(facts, sums, work.plan, work.trajectories, self._router_facts())
+        # A filter leaves out what earned alike, so the mean of what is trained would not be the policy's.
+        return metrics if work.reward_mean is None else dataclasses.replace(metrics, reward_mean=work.reward_mean)
 
     def _peak_bytes(self, measured: MeasuredMemory | None) -> int:
         """Of this rank in this step: live tensors where they were counted, else what device or process held at most."""
@@ -450,19 +451,34 @@ class Trainer(Scorer):
             calibration.save(path)
         return describe(calibration)
 
-    def _prepared(self, place: BatchPlace) -> BatchWork:
+    def _source(self) -> BatchSource:
+        args, sampling = self.job.args, self.job.sampling
+        if args.rollout == "trace":
+            return followed_batches(args)
+        if sampling is None:
+            return FileBatches(self.job.batches)
+        sampler = Sampler(
+            self.chunks[0],
+            self.groups,
+            self.job.kernel,
+            vocab_size=args.vocab_size,
+            max_positions=args.max_position_embeddings,
+        )
+        plan = sampling_plan(args, sampling.stop_tokens)
+        return SampledBatches(sampler, self.groups, sampling.prompts, sampling.reward, plan)
+
+    def _prepared(self) -> BatchWork:
         """The work of this step: kept from the update before on the same batch, else planned."""
-        if place.reuse > 0:
+        if self.num_steps % self.job.args.updates_per_batch:
             assert self._work is not None, "the update before this one kept nothing"
             self._warn_unshared(self._work.plan)
             return self._work
-        if place.epoch > 0 and place.batch == 0:
-            self.warnings.append(f"epoch {place.epoch + 1} starts: the trajectories are used again.")
-        trajectories = self.batches[place.batch]
-        plan = self.plan(trajectories, skip_zero_advantage=self.job.args.skip_zero_advantage)
+        batch = self.source.take()
+        self.warnings += batch.warnings
+        plan = self.plan(batch.trajectories, skip_zero_advantage=self.job.args.skip_zero_advantage)
         self._warn_unshared(plan)
         routes = RouteStore() if self.job.args.updates_per_batch > 1 else None
-        return BatchWork(plan, self._completed(plan, trajectories), routes)
+        return BatchWork(plan, self._completed(plan, batch.trajectories), routes, batch.reward_mean)
 
     def _router_facts(self) -> RouterFacts | None:
         config = self.chunks[0].config
@@ -513,7 +529,7 @@ class Trainer(Scorer):
 
 
 def train(job: Job, console: Console) -> None:
-    """All steps of a run; rank 0 prints a line for each and appends it to the metrics file."""
+    """All steps of a run; rank 0 prints a line for each and writes its metrics wherever they are wanted."""
     args = job.args
     trainer = Trainer(job)
     if args.load is not None and not args.finetune and args.metrics_file is not None and dist.get_rank() == 0:
@@ -521,7 +537,8 @@ def train(job: Job, console: Console) -> None:
         drop_steps_after(args.metrics_file, trainer.num_steps)
     if trainer.num_steps >= args.train_iters:
         console.print(f"step {trainer.num_steps} of {args.train_iters} is done: nothing is left to train.")
-    with Progress(console=console, disable=not console.is_terminal or console.quiet) as progress:
+    bar = Progress(console=console, disable=not console.is_terminal or console.quiet)
+    with bar as progress, TrainingLog(args, is_first=dist.get_rank() == 0) as log:
         task = progress.add_task("training", total=args.train_iters, completed=trainer.num_steps)
         while trainer.num_steps < args.train_iters:
             with doing(f"running step {trainer.num_steps + 1}"):
@@ -529,8 +546,7 @@ def train(job: Job, console: Console) -> None:
             for warning in trainer.warnings:
                 progress.console.print(warning)
             progress.console.print(metrics.summary(args.train_iters))
-            if args.metrics_file is not None and dist.get_rank() == 0:
-                append_metrics(args.metrics_file, metrics)
+            log.write(metrics)
             with doing(f"saving step {trainer.num_steps}"):
                 trainer.saver.after_step(trainer.state)
             progress.advance(task)

@@ -33,7 +33,7 @@ def planned_costs(argv: Sequence[str]) -> object:
     from megatron.prefixflow.training import Trainer
 
     trainer = Trainer(prepare(argv, dist.get_world_size()))
-    return trainer.plan(trainer.batches[0], skip_zero_advantage=False).config.measured
+    return trainer.plan(trainer.job.batches[0], skip_zero_advantage=False).config.measured
 
 
 def held_out_ratios(argv: Sequence[str], num_steps: int) -> list[float]:

@@ -278,11 +278,11 @@ def test_bad_settings_are_refused(changes: dict[str, Any], words: str) -> None:
 def test_parallelisms_without_a_sampler_are_refused() -> None:
     from types import SimpleNamespace
 
-    from megatron.prefixflow.sampler import _refuse_unsupported
+    from megatron.prefixflow.sampler import refuse_unsupported
 
-    sizes = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1, "expert_model_parallel_size": 2}
-    with pytest.raises(ValueError, match="--ep 2"):
-        _refuse_unsupported(SimpleNamespace(**sizes))
+    sizes = {"pipeline_model_parallel_size": 1, "expert_model_parallel_size": 2}
+    with pytest.raises(ValueError, match=r"\(--ep\) 2"):
+        refuse_unsupported(SimpleNamespace(**sizes))
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:

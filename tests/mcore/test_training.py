@@ -145,18 +145,18 @@ def test_batches_keep_groups_whole() -> None:
     assert sorted(t.id for batch in batches for t in batch) == sorted(t.id for t in trajectories)
 
 
-def test_places_of_updates() -> None:
-    from megatron.prefixflow.data import BatchPlace
+def test_batches_of_files_come_again_in_every_epoch() -> None:
+    from megatron.prefixflow.rollouts import FileBatches
 
-    places = [BatchPlace.of(step, num_batches=2, updates_per_batch=2) for step in range(6)]
-    assert [(p.epoch, p.batch, p.reuse) for p in places] == [
-        (0, 0, 0),
-        (0, 0, 1),
-        (0, 1, 0),
-        (0, 1, 1),
-        (1, 0, 0),
-        (1, 0, 1),
-    ]
+    one, two = (groups_of(2, seed=seed) for seed in (0, 1))
+    source = FileBatches([one, two])
+    taken = [source.take() for _ in range(4)]
+    assert [batch.trajectories for batch in taken] == [one, two, one, two]
+    assert [len(batch.warnings) for batch in taken] == [0, 0, 1, 0]
+    resumed = FileBatches([one, two])
+    resumed.restore(json.loads(json.dumps(source.state())))
+    resumed.take()
+    assert resumed.take().trajectories == two
 
 
 def test_a_given_temperature_holds_for_all(file: Path) -> None:
@@ -487,7 +487,7 @@ BAD_RUNS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "token outside": ({"tokens": [0, 512], "loss_mask": [0, 1]}, (), "512 at token 1"),
     "unknown argument": ({}, ("--prefix-reus", "on"), "--prefix-reuse"),
     "float64 shards": ({}, ("--use-distributed-optimizer",), "--use-distributed-optimizer"),
-    "not built": ({}, ("--rollout", "sample"), "sampling rollouts"),
+    "sampling without a reward": ({}, ("--rollout", "sample"), "--reward-function"),
     "wrong world": ({}, ("--tp", "4"), "does not divide"),
     "long without reuse": ({}, ("--prefix-reuse", "off", "--max-tokens-per-microbatch", "64"), "never cut"),
     "no token per rank": ({}, ("--tp", "2", "--sequence-parallel", "--max-tokens", "1"), "at least 2"),
