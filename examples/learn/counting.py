@@ -1,11 +1,10 @@
-"""A task with a verifiable reward that a small model learns from nothing in minutes: count on from the digit asked for.
+"""A task with a verifiable reward that a small model learns from nothing in minutes: count up to nine, then stop.
 
     python examples/learn/counting.py prompts.jsonl        # write the prompts
-    pretrain_rl.py --rollout sample --trajectories prompts.jsonl --reward-function examples/learn/counting.py:reward ...
 
-A prompt is a text about counting, the same for all responses of a group, and a digit; the answer is the next LENGTH digits, 0
-after 9, and then a full stop. The reward is the share of its tokens that are right, place by place. Tokens are letters of an
-alphabet of its own (`ALPHABET`), so no tokenizer is needed.
+A prompt is a text that is the same for all digits but for its greeting, and a digit; the answer is the digits after it up to 9,
+and a full stop. The reward is the share of tokens that rightly follow the one before them. Tokens are letters of an alphabet of its
+own (`ALPHABET`), so no tokenizer is needed.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from __future__ import annotations
 import json
 import random
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-ALPHABET = "0123456789.:abcdefghijklmnopqrstuvwxyz ,?"
+ALPHABET = "0123456789.abcdefghijklmnopqrstuvwxyz ,:"
 STOP = ALPHABET.index(".")
-LENGTH = 4
 TEXT = (
-    "{greeting}, you are asked to count on, one digit after the other. after nine comes zero. say nothing else, "
-    "and end with a full stop when four digits are said. count on from {digit}:"
+    "{greeting}, you are asked to count up to nine, one digit after the other, and to end with a stop, "
+    "say nothing else, count on from: {digit}"
 )
 GREETINGS = ("hello", "good day", "dear reader", "my friend")
 
@@ -30,25 +29,20 @@ def encode(text: str) -> list[int]:
     return [ALPHABET.index(letter) for letter in text]
 
 
-def answer(digit: int) -> list[int]:
-    """The tokens of the right answer."""
-    return [(digit + place) % 10 for place in range(1, LENGTH + 1)] + [STOP]
-
-
 def reward(sample: Any) -> float:
-    """The share of places at which the response (a `prefixflow.trajectories.rewards.Sample`) is right, from 0 to 1."""
-    right = answer(sample.fields["digit"])
+    """From 0 to 1, of a `prefixflow.trajectories.rewards.Sample`: what is missing and what is too much count as wrong."""
+    digit = sample.fields["digit"]
     given = sample.response_tokens.tolist()
-    num_right = sum(a == b for a, b in zip(given, right, strict=False))
-    return num_right / max(len(given), len(right))
+    num_right = sum(token <= STOP and token == before + 1 for before, token in pairwise([digit, *given]))
+    return num_right / max(len(given), STOP - digit)
 
 
 def prompts(seed: int = 0) -> list[dict[str, Any]]:
-    """One line of a prompt file for each greeting and digit, shuffled."""
-    lines = [
+    """Lines of a prompt file: every greeting with every digit, shuffled."""
+    lines: list[dict[str, Any]] = [
         {
             "id": f"{greeting}, {digit}",
-            "tokens": encode(TEXT.format(greeting=greeting, digit=digit).replace("full stop", "stop")),
+            "tokens": encode(TEXT.format(greeting=greeting, digit=digit)),
             "digit": digit,
         }
         for greeting in GREETINGS
