@@ -263,6 +263,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument(
+        "--use-distributed-optimizer", action="store_true", help="optimizer state divided over data-parallel ranks"
+    )
+    parser.add_argument(
         "--max-tokens",
         "--max-tokens-per-microbatch",
         dest="max_tokens",
@@ -439,6 +442,8 @@ def _setting(options: argparse.Namespace) -> _Setting:
         recompute=Recompute(options.recompute),
         sequence_parallel=options.sequence_parallel,
         stage_layers=config.stage_layers,
+        optimizer_shards=layout.dp * layout.cp if options.use_distributed_optimizer else 1,
+        expert_optimizer_shards=layout.expert_dp if options.use_distributed_optimizer else 1,
         fused=options.device == "cuda",
     )
     return _Setting(trajectories, config, memory)

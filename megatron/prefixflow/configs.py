@@ -270,6 +270,7 @@ def memory_model(args: Arguments, parallel: ParallelLayout) -> MemoryModel:
         stage_layers=layers_per_stage(**stage_options(args.values)),
         padded_vocab_size=padded_vocab_size(args),
         optimizer_shards=parallel.dp * parallel.cp if args.use_distributed_optimizer else 1,
+        expert_optimizer_shards=parallel.expert_dp if args.use_distributed_optimizer else 1,
         fused=torch.cuda.is_available(),
         context_kv=unfitted_choice(_wanted_context_kv(args)).kv,
     )

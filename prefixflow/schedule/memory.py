@@ -64,7 +64,8 @@ class MemoryModel:
     element_bytes of weights and activations. stage_layers: of each global stage, pipeline rank r having stages r, r + p, ...;
     empty where all have as many. context_parallel divides what belongs to positions; with
     gathered K/V (context_kv) not K/V and gK/gV, which each rank holds whole. expert_parallel: ranks that share a stage's routed experts, expert times expert-tensor parallel;
-    tensor_parallel leaves them. optimizer_shards: ranks that the distributed optimizer divides its state over.
+    tensor_parallel leaves them. optimizer_shards, expert_optimizer_shards: ranks that the distributed optimizer divides its
+    state over, of routed experts apart, which have data-parallel groups of their own.
     fused: kernels as on a GPU; otherwise torch's own operations, as on the CPU.
     """
 
@@ -79,6 +80,7 @@ class MemoryModel:
     stage_layers: tuple[int, ...] = ()
     padded_vocab_size: int | None = None
     optimizer_shards: int = 1
+    expert_optimizer_shards: int = 1
     fused: bool = True
     context_kv: ContextKV = ContextKV.GATHER
 
@@ -106,13 +108,16 @@ class MemoryModel:
 
     def state(self, pipeline_rank: int) -> dict[Holder, int]:
         """Weights, main gradients and the optimizer's state of a pipeline rank; buckets are not padded here."""
-        num_parameters = sum(map(self._num_parameters, self.stages(pipeline_rank)))
+        stages = self.stages(pipeline_rank)
+        num_parameters = sum(map(self._num_parameters, stages))
+        num_experts = sum(map(self._num_expert_parameters, stages))
         # Without a wide copy Adam keeps two moments.
         optimizer = OPTIMIZER_BYTES if self.element_bytes < FP32_BYTES else 2 * self.element_bytes
         return {
             Holder.WEIGHTS: num_parameters * self.element_bytes,
             Holder.GRADIENTS: num_parameters * self.wide_bytes,
-            Holder.OPTIMIZER: num_parameters * optimizer // self.optimizer_shards,
+            Holder.OPTIMIZER: (num_parameters - num_experts) * optimizer // self.optimizer_shards
+            + num_experts * optimizer // self.expert_optimizer_shards,
         }
 
     def _num_parameters(self, stage: int) -> int:
@@ -124,6 +129,11 @@ class MemoryModel:
         num_tables = any(tables) if shape.tied_embeddings and self.num_stages == 1 else sum(tables)
         table = self.vocab_rows * shape.hidden_size
         return body * self.layers(stage) // shape.num_layers + num_tables * table + tables[1] * shape.hidden_size
+
+    def _num_expert_parameters(self, stage: int) -> int:
+        """Of `_num_parameters` those of routed experts."""
+        shape = self.shape
+        return shape.num_expert_parameters // self.expert_parallel * self.layers(stage) // shape.num_layers
 
     @property
     def vocab_rows(self) -> int:

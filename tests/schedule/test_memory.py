@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from prefixflow.plan.plan import Plan, PlanConfig, build_plan
-from prefixflow.plan.shapes import ModelShape
+from prefixflow.plan.shapes import BUILTIN_SHAPES, ModelShape
 from prefixflow.schedule.footprint import AttentionPart, LayerFootprint, LayerSizes, Ledger
 from prefixflow.schedule.memory import LOGIT_CHUNK_ROWS, Holder, MemoryModel, Phase, Recompute
 from prefixflow.schedule.peak import MemoryPoint, memory_curve, peak_bytes
@@ -150,6 +150,12 @@ def test_parallelism_divides_what_it_should() -> None:
     assert stages.logit_bytes(3) == MODEL.logit_bytes(3)
     sharded = replace(MODEL, optimizer_shards=4)
     assert sharded.state(0)[Holder.OPTIMIZER] == MODEL.state(0)[Holder.OPTIMIZER] // 4
+    experts = replace(MODEL, shape=BUILTIN_SHAPES["tiny-moe"], expert_parallel=4)
+    num_bytes = experts.state(0)[Holder.OPTIMIZER]
+    routed_bytes = num_bytes - replace(experts, expert_optimizer_shards=2).state(0)[Holder.OPTIMIZER]
+    assert routed_bytes == 12 * experts.shape.num_expert_parameters // 4 // 2
+    whole_experts = replace(experts, optimizer_shards=2).state(0)[Holder.OPTIMIZER]
+    assert whole_experts == (num_bytes + 2 * routed_bytes) // 2
     full = max(p.total_bytes for p in curve_of(plan_of(), replace(PLAIN, recompute=Recompute.FULL)))
     assert full < max(p.total_bytes for p in curve_of(plan_of(), PLAIN)) * 0.6
 
