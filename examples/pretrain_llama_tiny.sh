@@ -4,21 +4,15 @@
 #     examples/pretrain_llama_tiny.sh [FOLDER]
 #
 # FOLDER (default: a temporary one) gets the trajectories and the metrics. NUM_PROCESSES=2 runs two
-# data-parallel processes. PYTHON is the interpreter, by default the one of `make setup` if it is there.
-set -euo pipefail
-cd "$(dirname "$0")/.."
+# data-parallel processes.
+NUM_PROCESSES=${NUM_PROCESSES:-1}
+source "$(dirname "$0")/common.sh"
 
 FOLDER=${1:-$(mktemp -d)}
 mkdir -p "$FOLDER"
-FOLDER=$(cd "$FOLDER" && pwd)
-NUM_PROCESSES=${NUM_PROCESSES:-1}
-if [ -z "${PYTHON:-}" ]; then
-    PYTHON=python3
-    [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
-fi
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore
 
-"$PYTHON" examples/make_trajectories.py "$FOLDER/trajectories.jsonl" --groups 8 --group-size 8
+"$PYTHON" "$ROOT/examples/make_trajectories.py" "$FOLDER/trajectories.jsonl" --groups 8 --group-size 8
 
 MODEL_ARGS=(
     --num-layers 4
@@ -57,9 +51,5 @@ RL_ARGS=(
     --metrics-file "$FOLDER/metrics.jsonl"
 )
 
-LAUNCH=("$PYTHON")
-if [ "$NUM_PROCESSES" -gt 1 ]; then
-    LAUNCH+=(-m torch.distributed.run --standalone --nproc-per-node "$NUM_PROCESSES")
-fi
-"${LAUNCH[@]}" pretrain_rl.py "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${RL_ARGS[@]}"
+start "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${RL_ARGS[@]}"
 echo "metrics: $FOLDER/metrics.jsonl"

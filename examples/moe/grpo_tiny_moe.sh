@@ -4,23 +4,17 @@
 #     examples/moe/grpo_tiny_moe.sh [FOLDER]
 #
 # FOLDER (default: a temporary one) gets the trajectories, their routes and the metrics. NUM_PROCESSES=2 (default) ranks hold
-# half of the experts each. PYTHON is the interpreter, by default the one of `make setup` if it is there.
-set -euo pipefail
-cd "$(dirname "$0")/../.."
+# half of the experts each.
+NUM_PROCESSES=${NUM_PROCESSES:-2}
+source "$(dirname "$0")/../common.sh"
 
 FOLDER=${1:-$(mktemp -d)}
 mkdir -p "$FOLDER"
-FOLDER=$(cd "$FOLDER" && pwd)
-NUM_PROCESSES=${NUM_PROCESSES:-2}
-if [ -z "${PYTHON:-}" ]; then
-    PYTHON=python3
-    [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
-fi
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore
 
 # Random routes, as a rollout engine with other weights might have taken them; one position in fifty lacks them.
-"$PYTHON" examples/make_trajectories.py "$FOLDER/trajectories.jsonl" --groups 8 --group-size 8 --prompt-tokens 96 \
-    --answer-tokens 24 --moe-layers 2 --experts 8 --topk 2
+"$PYTHON" "$ROOT/examples/make_trajectories.py" "$FOLDER/trajectories.jsonl" --groups 8 --group-size 8 --prompt-tokens 96 \
+    --turn-tokens 24 --moe-layers 2 --experts 8 --topk 2
 
 MODEL_ARGS=(
     --model tiny-moe
@@ -52,6 +46,5 @@ RL_ARGS=(
     --metrics-file "$FOLDER/metrics.jsonl"
 )
 
-"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$NUM_PROCESSES" pretrain_rl.py \
-    "${MODEL_ARGS[@]}" "${MOE_ARGS[@]}" "${TRAINING_ARGS[@]}" "${RL_ARGS[@]}"
+start "${MODEL_ARGS[@]}" "${MOE_ARGS[@]}" "${TRAINING_ARGS[@]}" "${RL_ARGS[@]}"
 echo "metrics: $FOLDER/metrics.jsonl"

@@ -87,17 +87,18 @@ def trees(
     branching: int = 2,
     segment_tokens: Length = (2, 7),
     *,
+    prompt_tokens: Length | None = None,
     seed: int = 0,
     style: Style = Style(),
 ) -> tuple[Trajectory, ...]:
     """Tree search: one trajectory per leaf, `depth` branchings below an untrained prompt.
 
-    Inner segments own losses of several trajectories with different advantages.
+    prompt_tokens: None draws the prompt's length like that of a branch. Inner segments own losses of several trajectories with different advantages.
     """
     rng = np.random.default_rng(seed)
     result = []
     for tree in range(num_trees):
-        paths: list[tuple[np.ndarray, ...]] = [(_tokens(rng, segment_tokens, style),)]
+        paths: list[tuple[np.ndarray, ...]] = [(_tokens(rng, prompt_tokens or segment_tokens, style),)]
         for _ in range(depth):
             paths = [(*path, _tokens(rng, segment_tokens, style)) for path in paths for _ in range(branching)]
         trained = tuple(range(1, depth + 1))
