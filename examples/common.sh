@@ -79,9 +79,12 @@ value_of() {
     echo "$value"
 }
 
-# recipe MODEL TRAJECTORIES OUT [ARGUMENT...]: train with PLAN_ARGS and TRAIN_ARGS. More arguments win over those here.
-# recipe --plan MODEL TRAJECTORIES [ARGUMENT...]: what `prefixflow plan` says of it. No GPU is needed, and MODEL may be the
-# name of a built-in shape. PLAN_ARGS are what both programs read.
+# recipe MODEL TRAJECTORIES OUT [ARGUMENT...]: train with PLAN_ARGS and TRAIN_ARGS; arguments that are added win.
+#     MODEL         Hugging Face folder, whose config.json gives the model's own arguments (layers, experts, RoPE scaling ...)
+#     TRAJECTORIES  trajectory file, or a folder of them; for a mixture of experts with routes beside it (README.md)
+#     OUT           folder for the metrics, seen by all nodes
+# recipe --plan MODEL TRAJECTORIES [ARGUMENT...]: what `prefixflow plan` says of it. No GPU is needed, MODEL may be the name of
+# a built-in shape, and what is added are arguments of that program. PLAN_ARGS are what both programs read.
 recipe() {
     local usage="usage: [--plan] MODEL TRAJECTORIES OUT (none with --plan) [ARGUMENT...]" plans=false
     if [ "${1:-}" = --plan ]; then

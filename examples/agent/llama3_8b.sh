@@ -4,9 +4,8 @@
 #     examples/agent/llama3_8b.sh MODEL TRAJECTORIES OUT [ARGUMENT...]
 #
 # Predicted: 8.76x the speed of dense, 30.4 GiB on a GPU, by
+#     .venv/bin/python examples/make_trajectories.py agent.jsonl --shape steps --groups 4 --group-size 14 --prompt-tokens 2048 --turn-tokens 256
 #     examples/agent/llama3_8b.sh --plan llama3-8b agent.jsonl
-# with agent.jsonl of
-#     examples/make_trajectories.py agent.jsonl --shape steps --groups 4 --group-size 14 --prompt-tokens 2048 --turn-tokens 256 --vocab-size 100000
 #
 # NOT RUN on a cluster: parsed and planned by a test.
 source "$(dirname "$0")/../common.sh"

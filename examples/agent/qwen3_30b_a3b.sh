@@ -3,10 +3,9 @@
 #
 #     examples/agent/qwen3_30b_a3b.sh MODEL TRAJECTORIES OUT [ARGUMENT...]
 #
-# Predicted: 10.04x the speed of dense, 34.1 GiB on a GPU, by
+# Predicted: 9.86x the speed of dense, 34.1 GiB on a GPU, by
+#     .venv/bin/python examples/make_trajectories.py agent.jsonl --shape steps --groups 8 --group-size 16 --prompt-tokens 4096 --turn-tokens 256
 #     examples/agent/qwen3_30b_a3b.sh --plan qwen3-30b-a3b agent.jsonl
-# with agent.jsonl of
-#     examples/make_trajectories.py agent.jsonl --shape steps --groups 8 --group-size 16 --prompt-tokens 4096 --turn-tokens 256 --vocab-size 100000
 #
 # NOT RUN on a cluster: parsed and planned by a test.
 source "$(dirname "$0")/../common.sh"

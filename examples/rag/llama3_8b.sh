@@ -3,10 +3,9 @@
 #
 #     examples/rag/llama3_8b.sh MODEL TRAJECTORIES OUT [ARGUMENT...]
 #
-# Predicted: 5.28x the speed of dense, 44.6 GiB on a GPU, by
+# Predicted: 5.27x the speed of dense, 44.6 GiB on a GPU, by
+#     .venv/bin/python examples/make_trajectories.py rag.jsonl --groups 4 --group-size 16 --prompt-tokens 6144 --turn-tokens 1024
 #     examples/rag/llama3_8b.sh --plan llama3-8b rag.jsonl
-# with rag.jsonl of
-#     examples/make_trajectories.py rag.jsonl --groups 4 --group-size 16 --prompt-tokens 6144 --turn-tokens 1024 --vocab-size 100000
 #
 # NOT RUN on a cluster: parsed and planned by a test.
 source "$(dirname "$0")/../common.sh"

@@ -3,10 +3,9 @@
 #
 #     examples/rag/qwen3_235b_a22b.sh MODEL TRAJECTORIES OUT [ARGUMENT...]
 #
-# Predicted: 7.22x the speed of dense, 43.2 GiB on a GPU, by
+# Predicted: 7.33x the speed of dense, 43.3 GiB on a GPU, by
+#     .venv/bin/python examples/make_trajectories.py rag.jsonl --groups 8 --group-size 8 --prompt-tokens 16384 --turn-tokens 1024
 #     examples/rag/qwen3_235b_a22b.sh --plan qwen3-235b-a22b rag.jsonl
-# with rag.jsonl of
-#     examples/make_trajectories.py rag.jsonl --groups 8 --group-size 8 --prompt-tokens 16384 --turn-tokens 1024 --vocab-size 100000
 #
 # NOT RUN on a cluster: parsed and planned by a test. Predicted by FLOPs alone, which cuts microbatches as small as fills the
 # pipeline best: let a first run measure what operations cost with --calibrate FILE, and give it from then on.

@@ -3,10 +3,9 @@
 #
 #     examples/rag/qwen3_30b_a3b.sh MODEL TRAJECTORIES OUT [ARGUMENT...]
 #
-# Predicted: 5.09x the speed of dense, 35.6 GiB on a GPU, by
+# Predicted: 5.15x the speed of dense, 35.6 GiB on a GPU, by
+#     .venv/bin/python examples/make_trajectories.py rag.jsonl --groups 8 --group-size 8 --prompt-tokens 16384 --turn-tokens 1024
 #     examples/rag/qwen3_30b_a3b.sh --plan qwen3-30b-a3b rag.jsonl
-# with rag.jsonl of
-#     examples/make_trajectories.py rag.jsonl --groups 8 --group-size 8 --prompt-tokens 16384 --turn-tokens 1024 --vocab-size 100000
 #
 # NOT RUN on a cluster: parsed and planned by a test.
 source "$(dirname "$0")/../common.sh"

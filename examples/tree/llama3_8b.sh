@@ -3,10 +3,9 @@
 #
 #     examples/tree/llama3_8b.sh MODEL TRAJECTORIES OUT [ARGUMENT...]
 #
-# Predicted: 2.76x the speed of dense, 38.2 GiB on a GPU, by
+# Predicted: 2.68x the speed of dense, 38.2 GiB on a GPU, by
+#     .venv/bin/python examples/make_trajectories.py tree.jsonl --shape tree --groups 4 --depth 3 --branching 3 --prompt-tokens 1024 --turn-tokens 1024
 #     examples/tree/llama3_8b.sh --plan llama3-8b tree.jsonl
-# with tree.jsonl of
-#     examples/make_trajectories.py tree.jsonl --shape tree --groups 4 --depth 3 --branching 3 --prompt-tokens 1024 --turn-tokens 1024 --vocab-size 100000
 #
 # NOT RUN on a cluster: parsed and planned by a test.
 source "$(dirname "$0")/../common.sh"

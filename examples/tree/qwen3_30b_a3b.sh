@@ -3,10 +3,9 @@
 #
 #     examples/tree/qwen3_30b_a3b.sh MODEL TRAJECTORIES OUT [ARGUMENT...]
 #
-# Predicted: 2.46x the speed of dense, 36.0 GiB on a GPU, by
+# Predicted: 2.43x the speed of dense, 36.0 GiB on a GPU, by
+#     .venv/bin/python examples/make_trajectories.py tree.jsonl --shape tree --groups 8 --depth 3 --branching 3 --prompt-tokens 1024 --turn-tokens 1024
 #     examples/tree/qwen3_30b_a3b.sh --plan qwen3-30b-a3b tree.jsonl
-# with tree.jsonl of
-#     examples/make_trajectories.py tree.jsonl --shape tree --groups 8 --depth 3 --branching 3 --prompt-tokens 1024 --turn-tokens 1024 --vocab-size 100000
 #
 # NOT RUN on a cluster: parsed and planned by a test.
 source "$(dirname "$0")/../common.sh"

@@ -3,10 +3,9 @@
 #
 #     examples/tree/qwen3_8b.sh MODEL TRAJECTORIES OUT [ARGUMENT...]
 #
-# Predicted: 2.72x the speed of dense, 33.4 GiB on a GPU, by
+# Predicted: 2.67x the speed of dense, 33.4 GiB on a GPU, by
+#     .venv/bin/python examples/make_trajectories.py tree.jsonl --shape tree --groups 8 --depth 3 --branching 3 --prompt-tokens 1024 --turn-tokens 1024
 #     examples/tree/qwen3_8b.sh --plan qwen3-8b tree.jsonl
-# with tree.jsonl of
-#     examples/make_trajectories.py tree.jsonl --shape tree --groups 8 --depth 3 --branching 3 --prompt-tokens 1024 --turn-tokens 1024 --vocab-size 100000
 #
 # NOT RUN on a cluster: parsed and planned by a test.
 source "$(dirname "$0")/../common.sh"
