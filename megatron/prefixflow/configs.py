@@ -281,9 +281,11 @@ def memory_settings(args: Arguments, parallel: ParallelLayout) -> MemorySettings
     policy = args.prefix_memory
     # Without a budget for everything there is nothing to fit: keeping costs no time.
     unfitted = ActivationPolicy("keep" if policy == "auto" else policy)
+    kv_budget_bytes = _bytes(args.kv_budget_gib)
     return MemorySettings(
         model=memory_model(args, parallel),
-        choice=MemoryChoice(unfitted, kv_budget_bytes=_bytes(args.kv_budget_gib)),
+        choice=MemoryChoice(unfitted, kv_budget_bytes=kv_budget_bytes),
+        kv_budget_bytes=kv_budget_bytes,
         budget_bytes=_bytes(args.memory_budget_gib),
         policies=AUTO if policy == "auto" else (unfitted,),
         context_kv=_wanted_context_kv(args),

@@ -224,7 +224,7 @@ def _check_trajectories(args: Arguments, layout: ParallelLayout, trajectories: S
 def _fitted_memory(job: Job) -> str | None:
     """How the batches fit the budgets; ValueError where one does not: a step would refuse its own only after those before it."""
     settings, args = memory_settings(job.args, job.layout), job.args
-    if settings.budget_bytes is None and settings.choice.kv_budget_bytes is None:
+    if settings.budget_bytes is None and settings.kv_budget_bytes is None:
         return None
     config, chosen = plan_config(args, job.layout), []
     skips = args.skip_zero_advantage and not has_router_terms(transformer_config(args))

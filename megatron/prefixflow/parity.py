@@ -622,7 +622,7 @@ def _failures(result: dict[str, Any], args: Arguments) -> list[str]:
         reasons.append("nothing was shared although reuse was asked for (--prefix-reuse off compares dense)")
     if result["computed_tokens"] != result["planned_tokens"]:
         reasons.append(f"{result['computed_tokens']} tokens were computed, the plan says {result['planned_tokens']}")
-    budget = memory_settings(args, parallel_layout(args)).choice.kv_budget_bytes
+    budget = memory_settings(args, parallel_layout(args)).kv_budget_bytes
     if budget is not None and result["peak_cache_bytes"] > budget:
         reasons.append(
             f"K/V and their gradients held {result['peak_cache_bytes']} bytes on the device of a rank, the budget is {budget}"

@@ -24,12 +24,13 @@ from prefixflow.trajectories.types import Trajectory
 class MemorySettings:
     """What a run may do for its memory, and what it does.
 
-    choice: how a plan is run. budget_bytes: of one rank's device, everything counted; then `fitted` chooses, among `policies` for
+    choice: how a plan is run. kv_budget_bytes: asked for, of K/V and gK/gV on one rank's device; `choice` may have another, chosen for a step. budget_bytes: of one rank's device, everything counted; then `fitted` chooses, among `policies` for
     dormant activations and, where context_kv is None, where K/V are under context parallelism. host: what decides between moving K/V and computing them again; None for the default.
     """
 
     model: MemoryModel
     choice: MemoryChoice = field(default_factory=MemoryChoice)
+    kv_budget_bytes: int | None = None
     budget_bytes: int | None = None
     policies: tuple[ActivationPolicy, ...] = AUTO
     host: HostLink | None = None
@@ -52,7 +53,7 @@ class MemorySettings:
             self.budget_bytes,
             self.context_kv,
             policies=self.policies,
-            kv_budget_bytes=self.choice.kv_budget_bytes,
+            kv_budget_bytes=self.kv_budget_bytes,
             omit=omit,
             host=self.host,
         )

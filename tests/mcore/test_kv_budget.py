@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from prefixflow.runtime.attention.function import Operation
 from prefixflow.runtime.cache import KVCache
 from prefixflow.runtime.world import Worlds
 from prefixflow.schedule import fit
+from prefixflow.schedule.fit import MemoryChoice
 from prefixflow.schedule.memory import MemoryModel
 from prefixflow.schedule.replay import replay_cache
 from prefixflow.schedule.residency import (
@@ -231,6 +232,15 @@ def test_nothing_stays(runner, files, file, text, planner):
     assert (result["streamed_parts"] > 0) == (planner is all_is_streamed)
     assert (result["recomputed_blocks"] > 0) == (planner is drop_all)
     assert result["context_bytes"] == result["context_bytes_planned"]
+
+
+def test_a_cache_budget_that_an_earlier_step_chose_binds_no_later_one(files):
+    """It may be one that no operation of this step can do with."""
+    args = parse_arguments(f"{TINY} --max-tokens 16 --pp 2 --memory-budget-gib 1".split())
+    layout = parallel_layout(args)
+    settings, batch = memory_settings(args, layout), read_trajectories(files["groups"])
+    earlier = replace(settings, choice=MemoryChoice(ActivationPolicy.OFFLOAD, 3, kv_budget_bytes=1))
+    assert earlier.fitted(batch, plan_config(args, layout)) == settings.fitted(batch, plan_config(args, layout))
 
 
 BUDGETS = [
