@@ -32,12 +32,14 @@ def recomputes_attention(chunk: Any) -> bool:
     return any(_is_recomputed(chunk.config, place) for place in range(len(chunk.decoder.layers)))
 
 
-def ring_traffic(chunks: Sequence[Any], *, training: bool) -> RingTraffic:
-    """Of all layers of this rank's model chunks, with K/V sharded."""
+def ring_traffic(chunks: Sequence[Any], *, training: bool, keys_only: bool = False) -> RingTraffic:
+    """Of all layers of this rank's model chunks, with K/V sharded; keys_only: the last of each chunk only stores its K/V."""
     total = [0, 0, 0, 0]
     for chunk in chunks:
         dtype = chunk.config.params_dtype
         for place, layer in enumerate(chunk.decoder.layers):
+            if keys_only and place + 1 == len(chunk.decoder.layers):
+                break
             attention = layer.self_attention
             num_elements = 2 * attention.num_query_groups_per_partition * attention.hidden_size_per_attention_head
             num_turns = 1 + training + (training and _is_recomputed(chunk.config, place))

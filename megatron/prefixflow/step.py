@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -244,30 +244,36 @@ class StepRunner:
     ) -> int:
         microbatches = plan.ranks[self.groups.data_rank]
         rows = segment_row_counts(plan.forest, trajectories)
-        actions = itertools.chain(*memory.before.values(), *memory.after.values())
-        again = [(a.stage, a.target) for a in actions if a.move is Move.RECOMPUTE]
-        again += [place for place, policy in memory.activations.items() if policy is ActivationPolicy.RECOMPUTE]
-        num_bytes = self._moved_bytes(self.chunks, microbatches, rows, training=training, reads_own=not memory)
-        for stage, m in again:
-            chunk = self.chunks[stage // self.groups.pipeline.size()]
-            num_bytes += self._moved_bytes([chunk], [microbatches[m]], rows, training=False)
+        if self.context_kv is ContextKV.RING:
+            return self._ring_bytes(microbatches, rows, memory, training=training)
+        size, reads_own = self.groups.context.size(), not memory
+        num_bytes = kv_traffic(self.chunks, training=training).num_bytes(microbatches, size, reads_own=reads_own)
+        for chunk, m, _ in self._run_again(memory):
+            num_bytes += kv_traffic([chunk], training=False).num_bytes([microbatches[m]], size)
         return num_bytes
 
-    def _moved_bytes(
-        self,
-        chunks: Sequence[Any],
-        microbatches: Sequence[Microbatch],
-        rows: Sequence[int],
-        *,
-        training: bool,
-        reads_own: bool = True,
+    def _ring_bytes(
+        self, microbatches: Sequence[Microbatch], rows: Sequence[int], memory: MemoryPlan, *, training: bool
     ) -> int:
-        """K/V and their gradients that this rank receives from its context-parallel peers for `microbatches`."""
-        size, rank = self.groups.context.size(), self.groups.context.rank()
-        if self.context_kv is ContextKV.GATHER:
-            return kv_traffic(chunks, training=training).num_bytes(microbatches, size, reads_own=reads_own)
         without_rows = rowless(microbatches, rows)
-        return ring_traffic(chunks, training=training).num_bytes(microbatches, size, rank, without_rows)
+        place = self.groups.context.size(), self.groups.context.rank(), without_rows
+        num_bytes = ring_traffic(self.chunks, training=training).num_bytes(microbatches, *place)
+        for chunk, m, writes_only in self._run_again(memory):
+            traffic = ring_traffic([chunk], training=False, keys_only=writes_only)
+            num_bytes += traffic.num_bytes(microbatches, *place, counted=[microbatches[m]])
+        return num_bytes
+
+    def _run_again(self, memory: MemoryPlan) -> Iterator[tuple[Any, int, bool]]:
+        """(chunk, microbatch, whether only for the K/V that it writes) of each forward that a memory plan runs once more."""
+        for action in itertools.chain(*memory.before.values(), *memory.after.values()):
+            if action.move is Move.RECOMPUTE:
+                yield self._chunk(action.stage), action.target, True
+        for (stage, m), policy in memory.activations.items():
+            if policy is ActivationPolicy.RECOMPUTE:
+                yield self._chunk(stage), m, False
+
+    def _chunk(self, stage: int) -> Any:
+        return self.chunks[stage // self.groups.pipeline.size()]
 
     def _memory_plan(self, plan: Plan, *, training: bool) -> MemoryPlan:
         if self.memory is None:

@@ -139,14 +139,23 @@ class RingTraffic:
     tail_kv_bytes: int = 0
     tail_gradient_bytes: int = 0
 
-    def num_bytes(self, microbatches: Sequence[Microbatch], size: int, rank: int, rowless: Collection[int]) -> int:
+    def num_bytes(
+        self,
+        microbatches: Sequence[Microbatch],
+        size: int,
+        rank: int,
+        rowless: Collection[int],
+        *,
+        counted: Sequence[Microbatch] | None = None,
+    ) -> int:
         """Bytes that context-parallel rank `rank` of `size` receives; rowless: ids of microbatches without rows.
 
-        K/V of the other ranks' shards pass by; gradients of every shard do, the rank's own at last.
+        K/V of the other ranks' shards pass by; gradients of every shard do, the rank's own at last. counted: of which
+        microbatches, by default of all, which the blocks that they read are from.
         """
         shares = block_shares(microbatches, size)
         total = 0
-        for m in microbatches:
+        for m in microbatches if counted is None else counted:
             tokens = shard_tokens(m, size, shares)
             is_rowless = m.id in rowless
             foreign = sum(tokens) - tokens[rank]

@@ -55,6 +55,7 @@ TINY = "--prefix-reuse on --dtype float64 --model tiny --num-layers 2"
 EXPERTS = """--prefix-reuse on --dtype float64 --model tiny-moe --num-layers 2 --moe-router-load-balancing-type aux_loss
 --moe-aux-loss-coeff 0.01 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"""
 MUCH = "--kv-budget-gib 1"
+RING = "--cp 2 --context-parallel-kv ring"
 
 _patched_sizes: set[int] = set()
 """Of worlds, whose processes are put right at the end."""
@@ -211,11 +212,21 @@ ORDINARY = [
     ("trees", "--max-tokens 16 --recompute full", drop_all),
     ("chains", "--max-tokens 32 --pp 2 --prefix-memory recompute", drop_all),
     ("chains", "--max-tokens 32", all_is_streamed),
+    ("groups", f"--max-tokens 16 {RING} --recompute full --prefix-memory recompute", drop_all),
 ]
 GRID = [
     (file, f"--max-tokens 16 {layout} --recompute {recompute}", planner)
     for file in ("groups", "chains", "trees")
-    for layout in ("", "--pp 2", "--tp 2 --sequence-parallel", "--tp 2", "--cp 2", "--pp 2 --vpp 2 --num-layers 4")
+    for layout in (
+        "",
+        "--pp 2",
+        "--tp 2 --sequence-parallel",
+        "--tp 2",
+        "--cp 2",
+        RING,
+        f"{RING} --pp 2",
+        "--pp 2 --vpp 2 --num-layers 4",
+    )
     for recompute in ("none", "full")
     for planner in (evict_all, drop_all, all_is_streamed)
 ]
@@ -251,7 +262,13 @@ BUDGETS = [
 BUDGET_GRID = [
     (file, f"--max-tokens {num_tokens} --pp 2 {more}", planner)
     for file, num_tokens in (("groups", 16), ("chains", 64), ("trees", 32))
-    for more in ("", "--vpp 2 --num-layers 4 --recompute full", "--tp 2 --num-layers 8 --recompute selective", "--cp 2")
+    for more in (
+        "",
+        "--vpp 2 --num-layers 4 --recompute full",
+        "--tp 2 --num-layers 8 --recompute selective",
+        "--cp 2",
+        RING,
+    )
     for planner in (to_host, to_nowhere)
 ]
 

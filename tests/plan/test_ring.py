@@ -117,3 +117,7 @@ def test_traffic_grows_with_the_readers() -> None:
         assert traffic.num_bytes(packed, 2, rank, frozenset()) == writer + readers
         assert traffic.num_bytes(packed, 2, rank, {0}) == writer + readers - 4 * 4 - 8 * 1
     assert rowless(packed, [0, 1, 1, 1]) == {0}
+    # What a reader moves follows from the shares of blocks that others wrote.
+    counted = [traffic.num_bytes(packed, 2, 0, frozenset(), counted=[m]) for m in packed]
+    assert sum(counted) == traffic.num_bytes(packed, 2, 0, frozenset())
+    assert counted[2] == (2 + 4) * kv + 12 * gradient
