@@ -25,7 +25,7 @@ class MemorySettings:
     """What a run may do for its memory, and what it does.
 
     choice: how a plan is run. kv_budget_bytes: asked for, of K/V and gK/gV on one rank's device; `choice` may have another, chosen for a step. budget_bytes: of one rank's device, everything counted; then `fitted` chooses, among `policies` for
-    dormant activations and, where context_kv is None, where K/V are under context parallelism. host: what decides between moving K/V and computing them again; None for the default.
+    dormant activations and, where context_kv is None, where K/V are under context parallelism. host: what decides between moving K/V and computing them again; None for that of the device.
     """
 
     model: MemoryModel

@@ -45,6 +45,7 @@ from prefixflow.runtime.host import HostArena, HostTensor
 from prefixflow.runtime.logprobs import RowLogprobs, VocabShard
 from prefixflow.runtime.objective import Objective
 from prefixflow.runtime.offload import STORAGES_AHEAD, SavedTensors
+from prefixflow.schedule.memory import MemoryModel
 from prefixflow.schedule.residency import ActivationPolicy, MemoryAction, MemoryPlan, Move
 from prefixflow.trajectories.types import Trajectory
 
@@ -134,7 +135,7 @@ class StageRunner:
     parallel: ranks that share each microbatch's positions; None where this one holds them all. ring: passes sharded K/V
         round among them; None gathers.
     stage: the chunk's number over all pipeline ranks. memory: what is done for its memory in training; None keeps everything.
-    host: where OFFLOAD puts activations.
+    host: where OFFLOAD puts activations. sizes: say whether logits wait whole for a B that follows at once; None lets them.
     """
 
     def __init__(
@@ -153,8 +154,10 @@ class StageRunner:
         stage: int = 0,
         memory: MemoryPlan | None = None,
         host: HostArena | None = None,
+        sizes: MemoryModel | None = None,
     ) -> None:
         self.model = model
+        self.sizes = sizes
         self.parallel = parallel
         self.ring = ring
         self.stage = stage
@@ -200,7 +203,8 @@ class StageRunner:
         self.num_computed_tokens += microbatch.num_tokens
         scored = None
         if self._head is not None:
-            scored = self._head.score(hidden, arrays, split, keep_logits=keep_logits and self.training)
+            keep_logits = keep_logits and self.training and self._keeps_logits(microbatch, arrays.num_rows)
+            scored = self._head.score(hidden, arrays, split, keep_logits=keep_logits)
         if not self.training:
             self._release(microbatch)
             return hidden
@@ -301,6 +305,10 @@ class StageRunner:
     def finish(self) -> None:
         assert not self._alive, f"microbatches {sorted(self._alive)} were never run backward"
         self.cache.assert_empty()
+
+    def _keeps_logits(self, microbatch: Microbatch, num_rows: int) -> bool:
+        num_ranks = 1 if self.parallel is None else self.parallel.size
+        return self.sizes is None or self.sizes.keeps_logits(microbatch, -(-num_rows // num_ranks), self.stage)
 
     def _arrays(self, microbatch: Microbatch) -> MicrobatchArrays:
         workload = self.workload

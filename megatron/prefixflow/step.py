@@ -225,6 +225,7 @@ class StepRunner:
                 stage=number * num_ranks + position,
                 memory=memory,
                 host=self.arena,
+                sizes=None if self.memory is None else self.memory.model,
             )
         table = rank_table(plan, self.groups.data_rank, training=training)
         row = table.rows[position]

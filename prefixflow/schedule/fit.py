@@ -28,7 +28,14 @@ from prefixflow.schedule.memory import MemoryModel, Phase
 from prefixflow.schedule.ops import Kind, Op, backward, forward
 from prefixflow.schedule.peak import memory_curve
 from prefixflow.schedule.replay import replay_cache
-from prefixflow.schedule.residency import ActivationPolicy, HostLink, MemoryPlan, dormant_microbatches, plan_memory
+from prefixflow.schedule.residency import (
+    ActivationPolicy,
+    HostLink,
+    MemoryPlan,
+    dormant_microbatches,
+    link_of,
+    plan_memory,
+)
 from prefixflow.schedule.search import plan_pipeline, rank_table, stage_costs, with_lead_window
 from prefixflow.schedule.simulate import simulate
 from prefixflow.trajectories.types import Trajectory
@@ -262,7 +269,7 @@ class Judge:
     def __init__(self, trajectories: Sequence[Trajectory], memory: MemoryModel, host: HostLink | None = None) -> None:
         self.trajectories = trajectories
         self.memory = memory
-        self.host = host or HostLink()
+        self.host = host or link_of(memory)
 
     def distances(self, plan: Plan) -> list[int]:
         """Of dormant microbatches on any rank, falling, each once."""

@@ -189,6 +189,21 @@ class MemoryModel:
         rows = num_rows if whole else min(num_rows, LOGIT_CHUNK_ROWS)
         return rows * (self.shape.vocab_size // self.tensor_parallel) * self.wide_bytes
 
+    def keeps_logits(self, microbatch: Microbatch, num_rows: int, stage: int) -> bool:
+        """True where the logits of all rows are worth keeping for a backward that follows at once: they take no more than the
+        microbatch's activations within MLPs, or than a chunk. num_rows: on this context-parallel rank."""
+        whole = self.logit_bytes(num_rows, whole=True)
+        return whole <= max(self._mlp_bytes(microbatch, stage), self.logit_bytes(num_rows))
+
+    def _mlp_bytes(self, microbatch: Microbatch, stage: int) -> int:
+        """Alive together on one rank: of all layers of a stage, of one where all are recomputed."""
+        shape = self.shape
+        num_layers = 1 if self.recompute is Recompute.FULL else self.layers(stage)
+        width = shape.moe_topk * shape.moe_ffn_hidden_size if shape.is_moe else shape.ffn_hidden_size
+        # What the activation reads, one or two, and what it makes.
+        num_tensors = 3 if shape.gated else 2
+        return num_layers * self.tokens(microbatch) * num_tensors * width // self.tensor_parallel * self.element_bytes
+
     def tokens(self, microbatch: Microbatch) -> int:
         """Positions of a microbatch on one context-parallel rank."""
         return microbatch.num_physical_tokens // self.context_parallel

@@ -325,6 +325,9 @@ class _Walk:
         following = self.row[place + 1] if place + 1 < len(self.row) else None
         return following == Op(op.stage, Kind.BACKWARD, op.microbatch)
 
+    def _keeps_logits(self, op: Op, m: Microbatch) -> bool:
+        return self.memory.keeps_logits(m, self._num_rows(m), op.stage)
+
     def _forward(self, place: int, op: Op, m: Microbatch, cache: CachePoint) -> MemoryPoint:
         body, policy, x = self._body(op, m), self._policy(op), self._x(m)
         graph = policy is ActivationPolicy.KEEP and self.memory.recompute is not Recompute.FULL
@@ -350,7 +353,7 @@ class _Walk:
             final = (kept or 2 * x) + 2 * x
             moments.append((kept, max(0, final - kept) + self._wide_x(m) + angles, 0))
             if self._num_rows(m):
-                keeps = self._follows_at_once(place, op)
+                keeps = self._follows_at_once(place, op) and self._keeps_logits(op, m)
                 rows = self._head_bytes(m)
                 logits = self.memory.logit_bytes(self._num_rows(m), whole=keeps)
                 gathered = x * self.memory.sequence_split if self.memory.sequence_split > 1 else 0
@@ -396,9 +399,8 @@ class _Walk:
         full = self.memory.recompute is Recompute.FULL
         moments: list[tuple[int, int, int, int]] = []
         if is_last and self._num_rows(m):
-            logits = self.memory.logit_bytes(
-                self._num_rows(m), whole=self.row[place - 1] == Op(op.stage, Kind.FORWARD, op.microbatch)
-            )
+            followed = self.row[place - 1] == Op(op.stage, Kind.FORWARD, op.microbatch)
+            logits = self.memory.logit_bytes(self._num_rows(m), whole=followed and self._keeps_logits(op, m))
             sums = self._num_rows(m) * self.memory.shape.hidden_size * self.memory.wide_bytes
             moments.append((whole, rows + sums + self._head_operands(m), logits, 0))
             gathered = x * self.memory.sequence_split

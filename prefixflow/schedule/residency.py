@@ -134,6 +134,11 @@ CPU_LINK = HostLink(bytes_per_s=1e10, flops_per_s=1e11)
 """Without a GPU a move is a copy in memory: orders of magnitude of a few cores."""
 
 
+def link_of(memory: MemoryModel) -> HostLink:
+    """Of the device that memory is predicted for."""
+    return HostLink() if memory.fused else CPU_LINK
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Entry:
     """K/V or gK/gV of a block in the layers of one global stage."""
@@ -218,7 +223,7 @@ def plan_memory(
     """What a pipeline rank of a data-parallel rank does for its memory during its row.
 
     prefix_memory: of the dormant microbatches, or of each (stage, microbatch). kv_budget_bytes: of K/V and gK/gV on the device,
-    over all model chunks of the rank; None for no limit. Without `training` the row has forwards only: no activations wait, K/V
+    over all model chunks of the rank; None for no limit. host: by default that of the device. Without `training` the row has forwards only: no activations wait, K/V
     are freed after the last F that reads them, and none are dropped, since no stage input is kept.
 
     Raises:
@@ -244,7 +249,7 @@ def plan_memory(
         streamed = _stream_entries(moves, uses, sizes, kv_budget_bytes)
         waits = _Waits.of_uses(uses, sizes, streamed)
         if waits.exceed(kv_budget_bytes):
-            drops = _Drops.of_row(plan, data_rank, memory, host or HostLink(), may_drop=training)
+            drops = _Drops.of_row(plan, data_rank, memory, host or link_of(memory), may_drop=training)
             _move_entries(moves, waits, drops, kv_budget_bytes)
     return MemoryPlan(dict(prefix_memory), moves.before_each, moves.after_each)
 

@@ -13,7 +13,7 @@ from prefixflow.schedule.capacity import GroupShape, find_capacity
 from prefixflow.schedule.fit import Fit, Judge, MemoryChoice, fit_plan, waiting_distances
 from prefixflow.schedule.memory import MemoryModel, Recompute
 from prefixflow.schedule.peak import memory_curve
-from prefixflow.schedule.residency import ActivationPolicy
+from prefixflow.schedule.residency import ActivationPolicy, HostLink
 from prefixflow.schedule.search import rank_table
 from prefixflow.testing.generate import two_level_groups
 from tests.plan.groups import batch_of
@@ -53,11 +53,11 @@ def test_what_is_chosen_fits_and_gets_slower_as_memory_shrinks(pp: int) -> None:
     times = [free.time]
     for share in (0.9, 0.75):
         budget = memory.state_bytes + round(share * dynamic)
-        fit = fit_plan(GROUPS, config(pp), memory, budget)
+        fit = fit_plan(GROUPS, config(pp), memory, budget, host=HostLink())
         assert fit.largest_bytes <= budget
         # Head rows are at most one at every position.
         assert peak_of(fit, memory) >= fit.largest_bytes
-        assert fit == fit_plan(GROUPS, config(pp), memory, budget)
+        assert fit == fit_plan(GROUPS, config(pp), memory, budget, host=HostLink())
         times.append(fit.time)
     assert times == sorted(times)
 

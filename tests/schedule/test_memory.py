@@ -164,6 +164,24 @@ def test_logits_are_alive_in_chunks() -> None:
     assert MODEL.logit_bytes(10 * LOGIT_CHUNK_ROWS) == MODEL.logit_bytes(LOGIT_CHUNK_ROWS) > MODEL.logit_bytes(1)
 
 
+def test_logits_are_kept_where_they_are_no_more_than_the_activations_of_mlps() -> None:
+    """At four positions a layer's MLP has 4 * 3 * ffn numbers; a chunk is always there."""
+    rows = 2 * LOGIT_CHUNK_ROWS
+    (m,) = plan_of(batch_of([*range(rows + 1)]), rows).ranks[0]
+    layer = m.num_physical_tokens * 3 * SHAPE.ffn_hidden_size * PLAIN.element_bytes
+    vocabulary = 4 * layer // (rows * PLAIN.wide_bytes)
+    four = replace(PLAIN, shape=replace(SHAPE, num_layers=4, vocab_size=vocabulary))
+    assert four.keeps_logits(m, rows, 0)
+    larger = replace(four, shape=replace(four.shape, vocab_size=vocabulary + 1))
+    assert not larger.keeps_logits(m, rows, 0)
+    assert larger.keeps_logits(m, LOGIT_CHUNK_ROWS, 0)
+    assert not replace(four, recompute=Recompute.FULL).keeps_logits(m, rows, 0)
+    assert not replace(four, pipeline_parallel=2).keeps_logits(m, rows, 1)
+    for model, kept in ((four, rows), (larger, LOGIT_CHUNK_ROWS)):
+        held = {point.logits for point in curve_of(plan_of(batch_of([*range(rows + 1)]), rows), model)}
+        assert held <= {0, model.logit_bytes(kept, whole=True)}
+
+
 @pytest.mark.parametrize("element_bytes", [2, 4, 8])
 def test_key_value_gradients_are_at_least_fp32(element_bytes: int) -> None:
     model = replace(MODEL, element_bytes=element_bytes)
