@@ -71,7 +71,7 @@ CELLS = (
     ),
     Cell(
         "logits in chunks",
-        _group(80, 70),
+        _group(8, 140),
         "--model tiny --num-layers 1 --vocab-size 6000 --max-tokens 640 --prefix-reuse off",
     ),
 )
