@@ -26,8 +26,8 @@ from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.plan import Plan, PlanConfig
 from prefixflow.schedule.memory import MemoryModel, Phase
 from prefixflow.schedule.ops import Kind, Op, backward, forward
-from prefixflow.schedule.peak import memory_curve
-from prefixflow.schedule.replay import replay_cache
+from prefixflow.schedule.peak import MemoryPoint, memory_curve
+from prefixflow.schedule.replay import CacheReplay, replay_cache
 from prefixflow.schedule.residency import (
     ActivationPolicy,
     HostLink,
@@ -62,9 +62,12 @@ class MemoryChoice:
 
     def activations(self, plan: Plan, row: Sequence[Op], pipeline_rank: int) -> dict[tuple[int, int], ActivationPolicy]:
         """Policies by (stage, microbatch), those that are kept left out."""
+        return self.of_distances(waiting_distances(plan, row, pipeline_rank))
+
+    def of_distances(self, distances: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], ActivationPolicy]:
+        """Policies of those that wait: `distances` of a row."""
         if self.policy is ActivationPolicy.KEEP:
             return {}
-        distances = waiting_distances(plan, row, pipeline_rank)
         return {key: self.policy for key, distance in distances.items() if distance >= self.min_distance}
 
     def memory_plan(
@@ -264,61 +267,128 @@ def _fewest(judge: Judge, plan: Plan, most: Fit, distances: Sequence[int], budge
 
 
 class Judge:
-    """Peaks and times of ways to run plans of one batch."""
+    """Peaks and times of ways to run plans of one batch, one plan after the other."""
 
     def __init__(self, trajectories: Sequence[Trajectory], memory: MemoryModel, host: HostLink | None = None) -> None:
         self.trajectories = trajectories
         self.memory = memory
         self.host = host or link_of(memory)
+        self._steps: _Steps | None = None
 
     def distances(self, plan: Plan) -> list[int]:
         """Of dormant microbatches on any rank, falling, each once."""
         found: set[int] = set()
-        for data_rank in range(len(plan.ranks)):
-            for pipeline_rank, row in enumerate(rank_table(plan, data_rank).rows):
-                found.update(waiting_distances(plan, row, pipeline_rank).values())
+        for rank in self._steps_of(plan).ranks:
+            found.update(rank.distances.values())
         return sorted(found, reverse=True)
 
     def cache_budgets(self, plan: Plan) -> list[int]:
-        peak = max(
-            replay_cache(plan, data_rank, row, self.memory).peak_bytes
-            for data_rank in range(len(plan.ranks))
-            for row in rank_table(plan, data_rank).rows
-        )
+        steps = self._steps_of(plan)
+        peak = max(steps.cache(rank, MemoryPlan()).peak_bytes for rank in steps.ranks)
         return [round(share * peak) for share in CACHE_SHARES if round(share * peak)]
 
     def fit(self, plan: Plan, choice: MemoryChoice) -> Fit | None:
         """None where one operation alone exceeds the cache's budget."""
-        rows = segment_row_counts(plan.forest, self.trajectories)
+        steps = self._steps_of(plan)
         peaks: dict[Phase, int] = dict.fromkeys(Phase, 0)
-        times = [0.0]
-        for data_rank in range(len(plan.ranks)):
-            table = rank_table(plan, data_rank)
-            costs = stage_costs(plan, data_rank, rows, plan.config.deciding)
-            extra: defaultdict[Op, float] = defaultdict(float)
-            for pipeline_rank, row in enumerate(table.rows):
-                try:
-                    memory_plan = choice.memory_plan(
-                        plan, data_rank, pipeline_rank, self.memory, self.host, training=True
-                    )
-                except ValueError:
-                    return None
-                state = sum(self.memory.state(pipeline_rank).values())
-                for point in memory_curve(plan, data_rank, row, self.memory, rows=rows, memory_plan=memory_plan):
-                    peaks[point.phase] = max(peaks[point.phase], state + point.total_bytes)
-                    if point.offloaded:
-                        for op in (point.op, backward(point.op.microbatch, point.op.stage)):
-                            extra[op] += self._duration(plan, point.offloaded)
-                for (stage, m), policy in memory_plan.activations.items():
-                    if policy is ActivationPolicy.RECOMPUTE:
-                        extra[backward(m, stage)] += costs.of_operation(forward(m, stage))
-                if row and choice.kv_budget_bytes is not None:
-                    moved = replay_cache(plan, data_rank, row, self.memory, memory_plan).moved_bytes
-                    extra[row[-1]] += self._duration(plan, moved)
-            times.append(simulate(table, lambda op, c=costs, e=extra: c.of_operation(op) + e[op]).makespan)  # type: ignore[misc]
-        return Fit(plan, choice, peaks, max(times))
+        extra: list[defaultdict[Op, float]] = [defaultdict(float) for _ in plan.ranks]
+        for rank in steps.ranks:
+            try:
+                memory_plan = self._memory_plan(plan, rank, choice)
+            except ValueError:
+                return None
+            state = sum(self.memory.state(rank.pipeline_rank).values())
+            cache = steps.cache(rank, memory_plan, moves=choice.kv_budget_bytes is not None)
+            added, costs = extra[rank.data_rank], steps.costs[rank.data_rank]
+            for point in steps.curve(rank, memory_plan, cache):
+                peaks[point.phase] = max(peaks[point.phase], state + point.total_bytes)
+                if point.offloaded:
+                    for op in (point.op, backward(point.op.microbatch, point.op.stage)):
+                        added[op] += self._duration(plan, point.offloaded)
+            for (stage, m), policy in memory_plan.activations.items():
+                if policy is ActivationPolicy.RECOMPUTE:
+                    added[backward(m, stage)] += costs.of_operation(forward(m, stage))
+            if rank.row and choice.kv_budget_bytes is not None:
+                added[rank.row[-1]] += self._duration(plan, cache.moved_bytes)
+        return Fit(plan, choice, peaks, max([0.0, *map(steps.makespan, range(len(plan.ranks)), extra)]))
+
+    def _steps_of(self, plan: Plan) -> _Steps:
+        if self._steps is None or self._steps.plan is not plan:
+            self._steps = _Steps(plan, self.trajectories, self.memory)
+        return self._steps
+
+    def _memory_plan(self, plan: Plan, rank: _Rank, choice: MemoryChoice) -> MemoryPlan:
+        if choice.policy is ActivationPolicy.KEEP and choice.kv_budget_bytes is None:
+            return MemoryPlan()
+        return plan_memory(
+            plan,
+            rank.data_rank,
+            rank.pipeline_rank,
+            self.memory,
+            prefix_memory=choice.of_distances(rank.distances),
+            kv_budget_bytes=choice.kv_budget_bytes,
+            host=self.host,
+            row=rank.row,
+        )
 
     def _duration(self, plan: Plan, num_bytes: int) -> float:
         """Of a transfer, in the unit of the deciding costs."""
         seconds = num_bytes / self.host.bytes_per_s
         return seconds if plan.config.measured is not None else seconds * self.host.flops_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """A row, and how long the dormant microbatches wait in it."""
+
+    data_rank: int
+    pipeline_rank: int
+    row: Sequence[Op]
+    distances: Mapping[tuple[int, int], int]
+
+
+class _Steps:
+    """What all ways to run one plan have in common."""
+
+    def __init__(self, plan: Plan, trajectories: Sequence[Trajectory], memory: MemoryModel) -> None:
+        self.plan = plan
+        self.memory = memory
+        self.head_rows = segment_row_counts(plan.forest, trajectories)
+        data_ranks = range(len(plan.ranks))
+        self.tables = [rank_table(plan, data_rank) for data_rank in data_ranks]
+        self.costs = [stage_costs(plan, rank, self.head_rows, plan.config.deciding) for rank in data_ranks]
+        self.durations = [
+            {op: costs.of_operation(op) for row in table.rows for op in row}
+            for table, costs in zip(self.tables, self.costs, strict=True)
+        ]
+        self.ranks = [
+            _Rank(data_rank, pipeline_rank, row, waiting_distances(plan, row, pipeline_rank))
+            for data_rank, table in enumerate(self.tables)
+            for pipeline_rank, row in enumerate(table.rows)
+        ]
+        self._unmoved: dict[tuple[int, int, bool], CacheReplay] = {}
+
+    def cache(self, rank: _Rank, memory_plan: MemoryPlan, *, moves: bool = False) -> CacheReplay:
+        """K/V and gK/gV along a row; where none of them `moves`, it is the same for all that else is done for memory."""
+        if moves:
+            return replay_cache(self.plan, rank.data_rank, rank.row, self.memory, memory_plan)
+        key = rank.data_rank, rank.pipeline_rank, self.memory.reads_own_keys and not memory_plan
+        if key not in self._unmoved:
+            self._unmoved[key] = replay_cache(self.plan, rank.data_rank, rank.row, self.memory, memory_plan)
+        return self._unmoved[key]
+
+    def curve(self, rank: _Rank, memory_plan: MemoryPlan, cache: CacheReplay) -> tuple[MemoryPoint, ...]:
+        return memory_curve(
+            self.plan,
+            rank.data_rank,
+            rank.row,
+            self.memory,
+            rows=self.head_rows,
+            memory_plan=memory_plan,
+            cache=cache.points,
+        )
+
+    def makespan(self, data_rank: int, extra: Mapping[Op, float]) -> float:
+        """`extra`: of some operations, beside what they cost anyway."""
+        durations = self.durations[data_rank]
+        return simulate(self.tables[data_rank], lambda op: durations[op] + extra.get(op, 0.0)).makespan

@@ -45,7 +45,7 @@ class MemoryPoint:
 
     @property
     def total_bytes(self) -> int:
-        return sum(self.by_holder.values())
+        return self.activations + self.keys_values + self.gradients + self.logits + self.communication + self.working
 
     @property
     def by_holder(self) -> dict[Holder, int]:
@@ -67,12 +67,15 @@ def memory_curve(
     *,
     rows: Sequence[int] | None = None,
     memory_plan: MemoryPlan | None = None,
+    cache: Sequence[CachePoint] | None = None,
 ) -> tuple[MemoryPoint, ...]:
     """What is alive during each operation of a rank's row, in the row's order.
 
     rows: head rows of each segment, by default one at each of its positions. memory_plan: what is done for memory on the way.
+    cache: of the row under that plan, where it is known.
     """
-    cache = replay_cache(plan, data_rank, row, memory, memory_plan).points
+    if cache is None:
+        cache = replay_cache(plan, data_rank, row, memory, memory_plan).points
     walk = _Walk(plan, data_rank, row, memory, rows, memory_plan or MemoryPlan())
     return tuple(walk.run(place, op, point) for place, (op, point) in enumerate(zip(row, cache, strict=True)))
 

@@ -103,7 +103,8 @@ class _Walk:
         # See `StageRunner`: where nothing is done for memory.
         self.reads_own = memory.reads_own_keys and not memory_plan
         self.budget_bytes = budget_bytes
-        self.open_uses = Counter(entry for op in row for entry in self._used(op))
+        self.uses = {op: self._used(op) for op in row}
+        self.open_uses = Counter(entry for op in row for entry in self.uses[op])
         self.device: set[Entry] = set()
         self.host: set[Entry] = set()
         self.dropped: set[Entry] = set()
@@ -134,7 +135,7 @@ class _Walk:
 
     def _use(self, op: Op) -> None:
         m = self.microbatches[op.microbatch]
-        for entry in self._used(op):
+        for entry in self.uses[op]:
             makes = (
                 entry.block in m.writes
                 if op.kind is Kind.FORWARD
@@ -167,7 +168,7 @@ class _Walk:
         self._count(entry.part.value, self.sizes.streamed(entry))
 
     def _free(self, op: Op) -> None:
-        for entry in self._used(op):
+        for entry in self.uses[op]:
             self.open_uses[entry] -= 1
             is_last = not self.open_uses[entry]
             if entry in self.streamed:

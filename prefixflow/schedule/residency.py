@@ -219,17 +219,19 @@ def plan_memory(
     kv_budget_bytes: int | None = None,
     host: HostLink | None = None,
     training: bool = True,
+    row: Sequence[Op] | None = None,
 ) -> MemoryPlan:
     """What a pipeline rank of a data-parallel rank does for its memory during its row.
 
     prefix_memory: of the dormant microbatches, or of each (stage, microbatch). kv_budget_bytes: of K/V and gK/gV on the device,
-    over all model chunks of the rank; None for no limit. host: by default that of the device. Without `training` the row has forwards only: no activations wait, K/V
+    over all model chunks of the rank; None for no limit. host: by default that of the device. row: of the rank, where it is known. Without `training` the row has forwards only: no activations wait, K/V
     are freed after the last F that reads them, and none are dropped, since no stage input is kept.
 
     Raises:
         ValueError: one operation alone needs more than the budget, on any rank: all ranks raise the same.
     """
-    row = rank_table(plan, data_rank, training=training).rows[pipeline_rank]
+    if row is None:
+        row = rank_table(plan, data_rank, training=training).rows[pipeline_rank]
     if not training or prefix_memory is ActivationPolicy.KEEP:
         prefix_memory = {}
     elif isinstance(prefix_memory, ActivationPolicy):
