@@ -96,6 +96,9 @@ class _Megatron:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+        from tests.mcore.test_device import drop_groups
+
+        drop_groups()
         parallel_state.initialize_model_parallel(self.tp, self.pp)
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)
 
