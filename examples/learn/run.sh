@@ -3,18 +3,18 @@
 #
 #   examples/learn/run.sh [OUT_DIR] [more arguments of pretrain_rl.py ...]     e.g.  --seed 2 --prefix-reuse off
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 OUT=${1:-learn}
 mkdir -p "$OUT"
 PYTHON=${PYTHON:-python}
 # Megatron's jit fusions otherwise compile on a CPU.
 export TORCHDYNAMO_DISABLE=1
-"$PYTHON" examples/learn/counting.py "$OUT/prompts.jsonl"
-"$PYTHON" pretrain_rl.py \
+"$PYTHON" "$HERE/counting.py" "$OUT/prompts.jsonl"
+"$PYTHON" "$HERE/../../pretrain_rl.py" \
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu \
     --normalization RMSNorm --disable-bias-linear --vocab-size 40 --make-vocab-size-divisible-by 1 \
     --max-position-embeddings 256 --seq-length 256 --dtype float64 --init-method-std 0.08 \
-    --rollout sample --trajectories "$OUT/prompts.jsonl" --reward-function examples/learn/counting.py:reward \
+    --rollout sample --trajectories "$OUT/prompts.jsonl" --reward-function "$HERE/counting.py:reward" \
     --group-size 16 --global-batch-size 160 --max-response-length 10 --stop-tokens 10 \
     --policy-loss dapo --advantage-estimator grpo --max-tokens-per-microbatch 2048 --prefix-reuse on \
     --entropy-coef 0.01 --train-iters 120 --lr 1e-3 --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --clip-grad 1.0 \

@@ -61,7 +61,8 @@ class SamplingInputs:
 class Job:
     """A run that has passed every check that needs no process group.
 
-    trajectories: of the files; none with `--rollout`, where steps bring them. sampling: with `--rollout sample` only.
+    trajectories: of the files; none with `--rollout trace`, where steps bring them; with `--rollout sample`, stand-ins for the
+        largest batch that a step can bring. sampling: with `--rollout sample` only.
     """
 
     args: Arguments
@@ -76,6 +77,8 @@ class Job:
     @property
     def batches(self) -> tuple[tuple[Trajectory, ...], ...]:
         """The batches of an epoch; scoring takes no part of the file away, and without a batch size all at once."""
+        if self.args.rollout is not None:
+            return (self.trajectories,) if self.trajectories else ()
         if self.args.logprobs_only:
             return group_batches(self.trajectories, self.args.global_batch_size or len(self.trajectories))
         return step_batches(self.args, self.trajectories)
@@ -135,13 +138,26 @@ def _sampling_job(args: Arguments, layout: ParallelLayout, kernel: AttentionKern
             f"a step samples from {num_prompts} prompts (--global-batch-size {args.global_batch_size} / --group-size "
             f"{args.group_size}), and {args.trajectories} has {len(prompts)}. Add prompts, or lower --global-batch-size."
         )
-    longest = max(len(prompt.tokens) for prompt in prompts) + args.max_response_length
-    example = Trajectory("longest", "longest", [0] * longest, [0] * longest, 0.0)
-    build_plan([example], replace(plan_config(args, layout), route_mismatch=None))
+    largest = _largest_batch(args, prompts)
+    build_plan(largest[:1], replace(plan_config(args, layout), route_mismatch=None))
     stops = tuple(args.stop_tokens) or stop_tokens_of(args.hf_model)
     inputs = SamplingInputs(prompts, RewardFunction(args.reward_function), stops)
     warnings = [] if stops else ["no --stop-tokens: every response is as long as --max-response-length."]
-    return Job(args, layout, kernel, (), tuple(warnings), sampling=inputs)
+    job = Job(args, layout, kernel, largest, tuple(warnings), sampling=inputs)
+    return replace(job, memory=_fitted_memory(job))
+
+
+def _largest_batch(args: Arguments, prompts: Sequence[PromptRecord]) -> tuple[Trajectory, ...]:
+    """Responses of full length to the longest prompts, which differ from their first token on."""
+    longest = sorted(prompts, key=lambda prompt: -len(prompt.tokens))[: args.global_batch_size // args.group_size]
+    made = []
+    for prompt in longest:
+        num_prompt, length = len(prompt.tokens), args.max_response_length
+        for number in range(args.group_size):
+            tokens = [*prompt.tokens.tolist(), *[number % args.vocab_size] * length]
+            mask = [0] * num_prompt + [1] * length
+            made.append(Trajectory(f"{prompt.id}/{number}", prompt.id, tokens, mask, 1.0))
+    return tuple(made)
 
 
 def stop_tokens_of(folder: str | None) -> tuple[int, ...]:
@@ -227,6 +243,9 @@ def _fitted_memory(job: Job) -> str | None:
     if settings.budget_bytes is None and settings.kv_budget_bytes is None:
         return None
     config, chosen = plan_config(args, job.layout), []
+    if job.sampling is not None:
+        # Stand-ins have no routes.
+        config = replace(config, route_mismatch=None)
     skips = args.skip_zero_advantage and not has_router_terms(transformer_config(args))
     for batch in job.batches:
         omit = zero_weight(batch, loss_config(args)) if skips else frozenset()

@@ -127,6 +127,7 @@ def test_a_batch_is_filled_with_groups_that_teach(worlds: Worlds, prompts: Path)
         (("--group-size", "2"), "a step samples from 6 prompts"),
         (("--reward-function", "nowhere:f"), "cannot be imported"),
         (("--seq-length", "25"), "at most 20 tokens"),
+        (("--memory-budget-gib", "1e-5"), "--memory-budget-gib"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused_before_the_run(prompts: Path, more: tuple[str, ...], words: str) -> None:
@@ -213,9 +214,10 @@ def test_weights_and_biases_is_told_every_step(monkeypatch: pytest.MonkeyPatch) 
     values = dict.fromkeys((*names, "metrics_file", "reward_curve", "rollout", "tensorboard_dir", "save"))
     args: Any = SimpleNamespace(**{**values, "wandb_project": "counting"}, values={"lr": 1.0})
     fields = dict.fromkeys(StepMetrics.__dataclass_fields__)
-    with monkeypatch.context() as without, pytest.raises(ArgumentsError, match="needs the package wandb"):
+    with monkeypatch.context() as without:
         without.setattr(logs, "_is_installed", lambda package: package != "wandb")
-        logs.check_log_packages(args)
+        with pytest.raises(ArgumentsError, match="needs the package wandb"):
+            logs.check_log_packages(args)
     with logs.TrainingLog(args, is_first=True) as log:
         log.write(StepMetrics(**{**fields, "step": 3, "loss": 0.5, "reward_mean": 0.25}))  # type: ignore[arg-type]
     assert calls[0]["project"] == "counting"
