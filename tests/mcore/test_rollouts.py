@@ -59,7 +59,7 @@ def _run(argv: Sequence[str]) -> list[dict[str, Any]]:
     from megatron.prefixflow.training import Trainer
 
     trainer = Trainer(prepare(argv, dist.get_world_size()))
-    steps = []
+    steps: list[dict[str, Any]] = []
     take = trainer.source.take
 
     def keep() -> Any:
@@ -209,7 +209,12 @@ def test_weights_and_biases_is_told_every_step(monkeypatch: pytest.MonkeyPatch) 
     run = SimpleNamespace(
         log=lambda scalars, step: calls.append((step, scalars)), finish=lambda exit_code: calls.append(exit_code)
     )
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: calls.append(given) or run))
+
+    def init(**given: Any) -> SimpleNamespace:
+        calls.append(given)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     names = ("wandb_project", "wandb_entity", "wandb_exp_name", "wandb_save_dir")
     values = dict.fromkeys((*names, "metrics_file", "reward_curve", "rollout", "tensorboard_dir", "save"))
     args: Any = SimpleNamespace(**{**values, "wandb_project": "counting"}, values={"lr": 1.0})
