@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.prefixflow.arguments import parse_arguments, plan_config, shape_of
+from megatron.prefixflow.arguments import memory_settings, parse_arguments, plan_config, shape_of
 from megatron.prefixflow.job import Job, prepare
 from prefixflow.schedule.search import plan_pipeline
 from prefixflow.testing.generate import Style, two_level_groups, with_routes
@@ -159,6 +159,9 @@ def test_recipe_does_what_it_predicts(script: Path, tmp_path: Path) -> None:
     assert launches[0].world_size == 8 * int(_stated(script, r"NUM_NODES:-(\d+)"))
     assert len(job.batches) == 1
     assert planned_digest(job) == report["digest"]
+    # The run's vocabulary is padded.
+    state_bytes = memory_settings(job.args, job.layout).model.state_bytes
+    assert sum(report["state_bytes"].values()) == pytest.approx(state_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b", "qwen3_235b_a22b"])
