@@ -212,22 +212,20 @@ def _operations(row: Sequence[tuple[Op, float, float]], num_ranks: int, makespan
 
 
 def _memory(curve: Sequence[MemoryPoint], level_bytes: int, most_points: int) -> dict[str, Any]:
-    """The largest of every `stride` operations, and the peak of each phase as (operation, bytes).
+    """The largest of every `stride` operations, and the peak of each phase as (operation, bytes, bytes by holder).
 
-    points, WIDTH = 5: operation, then levels of activations, K/V, gK/gV and what the operation works in, logits and messages
-    included.
+    points, WIDTH = 7: operation, then levels by holder. Holders: activations, K/V, gK/gV, logits, what is under way between
+    ranks, and what the operation works in.
     """
     stride = max(1, math.ceil(len(curve) / most_points))
     points: list[int] = []
     for start in range(0, len(curve), stride):
         index = max(range(start, min(start + stride, len(curve))), key=lambda i: curve[i].total_bytes)
-        p = curve[index]
-        held = (p.activations, p.keys_values, p.gradients, p.working + p.logits + p.communication)
-        points += (index, *(round(size / level_bytes) for size in held))
-    peaks = {}
+        points += (index, *(round(size / level_bytes) for size in curve[index].by_holder.values()))
+    peaks: dict[str, tuple[int, int, list[int]]] = {}
     for phase in Phase:
         of_phase = [i for i, p in enumerate(curve) if p.phase is phase]
         if of_phase:
             index = max(of_phase, key=lambda i: curve[i].total_bytes)
-            peaks[phase.value] = (index, curve[index].total_bytes)
+            peaks[phase.value] = (index, curve[index].total_bytes, list(curve[index].by_holder.values()))
     return {"stride": stride, "points": points, "peaks": peaks}

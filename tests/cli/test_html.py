@@ -130,9 +130,14 @@ def test_memory_peaks_are_those_of_the_report(file: Path, tmp_path: Path, capsys
         assert max(peaks) + data["stateBytes"] == pytest.approx(size, rel=1e-3)
     replica = data["replicas"][0]
     for memory in replica["memory"]:
-        totals = np.asarray(memory["points"]).reshape(-1, 5)[:, 1:].sum(axis=1) * replica["levelBytes"]
-        largest = max(size for _, size in memory["peaks"].values())
-        assert abs(totals.max() - largest) <= 2 * replica["levelBytes"]
+        totals = np.asarray(memory["points"]).reshape(-1, 7)[:, 1:].sum(axis=1) * replica["levelBytes"]
+        largest = max(size for _, size, _ in memory["peaks"].values())
+        assert abs(totals.max() - largest) <= 3 * replica["levelBytes"]
+        assert all(size == sum(held) for _, size, held in memory["peaks"].values())
+    # Only the last stage has logits; both get messages.
+    logits, messages = ([max(p[2][i] for p in m["peaks"].values()) for m in replica["memory"]] for i in (3, 4))
+    assert not logits[0]
+    assert all(messages)
 
 
 def test_page_is_self_contained(page: Path) -> None:
@@ -163,7 +168,7 @@ def test_what_exceeds_a_limit_is_counted_and_stays_whole(
     assert len(drawn) == 1
     assert drawn[0]["makespan"] == 1.0
     assert [len(row) // 4 for row in drawn[0]["rows"]] == [12, 12] < [drawn[0]["operations"]]
-    assert [len(m["points"]) // 5 for m in drawn[0]["memory"]] == [4, 4]
+    assert [len(m["points"]) // 7 for m in drawn[0]["memory"]] == [4, 4]
 
 
 def test_names_of_many_characters_are_cut(tmp_path: Path) -> None:
@@ -316,7 +321,8 @@ def test_browser_draws_all_of_the_plan(rendering: Rendering, page: Path) -> None
         "operations": sum(len(row) // 4 for row in replica["rows"]) - num_dummies,
         "dummies": num_dummies,
         "bubbles": gaps,
-        "memory-points": max(len(m["points"]) // 5 for m in replica["memory"]),
+        "memory-points": max(len(m["points"]) // 7 for m in replica["memory"]),
+        "memory-peaks": sum(len(m["peaks"]) for m in replica["memory"]),
     }
 
 
@@ -345,4 +351,11 @@ def test_browser_says_what_is_under_the_pointer(rendering: Rendering) -> None:
     assert len(heights) == 3, "a branch is as tall as its trajectories, and below the one before it"
     assert max(heights) - min(heights) <= 1
     memory = tips["memory-canvas"]
-    assert [line.split(":")[0] for line in memory[1:5]] == ["in work", "activations", "K/V", "gK/gV"]
+    assert [line.split(":")[0] for line in memory[1:7]] == [
+        "in work",
+        "communication",
+        "logits",
+        "activations",
+        "K/V",
+        "gK/gV",
+    ]

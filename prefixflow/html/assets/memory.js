@@ -1,15 +1,17 @@
 // Bytes alive on one pipeline rank of the chosen replica, over the time of its schedule; the other ranks as thin lines.
 
-const POINT_WIDTH = 5;
+const POINT_WIDTH = 7;
 const MEMORY_HEIGHT = 230;
 const HELD = [
   ["gradients", "gK/gV"],
   ["keys-values", "K/V"],
   ["activations", "activations"],
+  ["logits", "logits"],
+  ["communication", "communication"],
   ["working", "in work"],
 ];
-// In the payload the levels of a point stand in another order: activations, K/V, gK/gV, in work.
-const STACK = [3, 2, 1, 4];
+// In the payload holders stand in another order: activations, K/V, gK/gV, logits, communication, in work.
+const STACK = [2, 1, 0, 3, 4, 5];
 
 const memoryCurves = new Map();
 function memoryOf(rank) {
@@ -27,7 +29,7 @@ function readMemory(rank) {
   for (let i = 0; i < points.length; i += POINT_WIDTH) {
     const first = (i / POINT_WIDTH) * stride;
     const next = operations[first + stride];
-    const held = STACK.map((column) => points[i + column] * levelBytes);
+    const held = STACK.map((column) => points[i + 1 + column] * levelBytes);
     const total = held.reduce((a, b) => a + b, 0);
     steps.push({ start: operations[first].start, stop: next?.start ?? operations.at(-1).stop, held, total, op: operations[points[i]] });
   }
@@ -111,8 +113,8 @@ function paintOutline(chart, steps, y) {
 }
 
 const peaksOf = (rank) =>
-  Object.entries(data.replicas[state.replica].memory[rank].peaks).map(([phase, [index, size]]) => {
-    return { phase, size, op: timeline().rows[rank][index] };
+  Object.entries(data.replicas[state.replica].memory[rank].peaks).map(([phase, [index, size, held]]) => {
+    return { phase, size, held: STACK.map((column) => held[column]), op: timeline().rows[rank][index] };
   });
 
 function paintPeaks(chart, y) {
@@ -142,7 +144,7 @@ function showMemoryWords() {
   const others = data.pipelineSize > 1 ? " Thin lines are the other pipeline ranks." : "";
   element("memory-note").textContent =
     `Predicted bytes alive beyond ${bytes(data.stateBytes)} of weights, gradients and optimizer state; one forward and ` +
-    `backward, no communication buffers.${others}`;
+    `backward. Communication: messages between stages and K/V that go round, not a library's own buffers.${others}`;
   const parts = HELD.map(([name, text]) => [colour(name), text]).reverse();
   const peaks = peaksOf(state.rank).map(({ phase, size }) => [colour({ A: "AF", B: "BB", C: "CB" }[phase]), `peak in ${phase}: ${bytes(size)}`, "dot"]);
   showLegend("memory-legend", [...parts, ...peaks]);
@@ -155,7 +157,24 @@ function showMemoryWords() {
   element("memory-tools").replaceChildren(Object.assign(document.createElement("span"), { textContent: "rank" }), ...buttons);
 }
 
+// What is alive at the peak of each phase on each pipeline rank of the chosen replica.
+function showPeakTable() {
+  const cells = (tag, texts) => {
+    const line = document.createElement("tr");
+    line.append(...texts.map((text) => Object.assign(document.createElement(tag), { textContent: text })));
+    return line;
+  };
+  const names = HELD.map(([, text]) => text).reverse();
+  const lines = timeline().rows.flatMap((_, rank) =>
+    peaksOf(rank).map(({ phase, size, held, op }) =>
+      cells("td", [String(rank), phase, op.name, bytes(size), ...held.map((part) => (part ? bytes(part) : "")).reverse()]),
+    ),
+  );
+  element("memory-peaks").replaceChildren(cells("th", ["rank", "phase", "operation", "peak", ...names]), ...lines);
+  report("memory-peaks", lines.length);
+}
+
 function startMemory() {
   new Chart("memory-canvas", time, { height: () => MEMORY_HEIGHT, paint: paintMemory, lines: describeMemory });
-  redraws.push(showMemoryWords);
+  redraws.push(showMemoryWords, showPeakTable);
 }
