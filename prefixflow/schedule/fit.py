@@ -26,7 +26,7 @@ from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.plan import Plan, PlanConfig
 from prefixflow.schedule.memory import MemoryModel, Phase
 from prefixflow.schedule.ops import Kind, Op, backward, forward
-from prefixflow.schedule.peak import MemoryPoint, memory_curve
+from prefixflow.schedule.peak import Body, MemoryPoint, memory_curve
 from prefixflow.schedule.replay import CacheReplay, replay_cache
 from prefixflow.schedule.residency import (
     ActivationPolicy,
@@ -366,6 +366,7 @@ class _Steps:
             for data_rank, table in enumerate(self.tables)
             for pipeline_rank, row in enumerate(table.rows)
         ]
+        self._bodies: list[dict[tuple[int, int], Body]] = [{} for _ in data_ranks]
         self._unmoved: dict[tuple[int, int, bool], CacheReplay] = {}
 
     def cache(self, rank: _Rank, memory_plan: MemoryPlan, *, moves: bool = False) -> CacheReplay:
@@ -386,9 +387,12 @@ class _Steps:
             rows=self.head_rows,
             memory_plan=memory_plan,
             cache=cache.points,
+            bodies=self._bodies[rank.data_rank],
         )
 
     def makespan(self, data_rank: int, extra: Mapping[Op, float]) -> float:
         """`extra`: of some operations, beside what they cost anyway."""
         durations = self.durations[data_rank]
-        return simulate(self.tables[data_rank], lambda op: durations[op] + extra.get(op, 0.0)).makespan
+        if extra:
+            durations = durations | {op: durations[op] + more for op, more in extra.items()}
+        return simulate(self.tables[data_rank], durations.__getitem__).makespan

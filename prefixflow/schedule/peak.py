@@ -68,15 +68,17 @@ def memory_curve(
     rows: Sequence[int] | None = None,
     memory_plan: MemoryPlan | None = None,
     cache: Sequence[CachePoint] | None = None,
+    bodies: dict[tuple[int, int], Body] | None = None,
 ) -> tuple[MemoryPoint, ...]:
     """What is alive during each operation of a rank's row, in the row's order.
 
     rows: head rows of each segment, by default one at each of its positions. memory_plan: what is done for memory on the way.
-    cache: of the row under that plan, where it is known.
+    cache: of the row under that plan, where it is known. bodies: by (stage, microbatch), those known from another walk of the
+    data-parallel rank with the same `memory` and `rows`; filled on the way.
     """
     if cache is None:
         cache = replay_cache(plan, data_rank, row, memory, memory_plan).points
-    walk = _Walk(plan, data_rank, row, memory, rows, memory_plan or MemoryPlan())
+    walk = _Walk(plan, data_rank, row, memory, rows, memory_plan or MemoryPlan(), {} if bodies is None else bodies)
     return tuple(walk.run(place, op, point) for place, (op, point) in enumerate(zip(row, cache, strict=True)))
 
 
@@ -139,7 +141,7 @@ class _Layer:
 
 
 @dataclass(slots=True)
-class _Body:
+class Body:
     """Layers of a microbatch on one stage: `alike` of them as `layer`, then one as `tail` where the last differs."""
 
     layer: _Layer
@@ -160,6 +162,7 @@ class _Walk:
         memory: MemoryModel,
         rows: Sequence[int] | None,
         memory_plan: MemoryPlan,
+        bodies: dict[tuple[int, int], Body],
     ) -> None:
         self.plan = plan
         self.microbatches = plan.ranks[data_rank]
@@ -175,7 +178,7 @@ class _Walk:
         self.gradients = 0
         self.messages = self._next_messages()
         self.fixed = self._rotary_bytes()
-        self._bodies: dict[tuple[int, int], _Body] = {}
+        self._bodies = bodies
 
     def run(self, place: int, op: Op, cache: CachePoint) -> MemoryPoint:
         """What is alive at the largest moment of the operation; what it frees is gone for the next one."""
@@ -213,7 +216,7 @@ class _Walk:
     def _is_last(self, stage: int) -> bool:
         return stage == self.memory.num_stages - 1
 
-    def _body(self, op: Op, m: Microbatch) -> _Body:
+    def _body(self, op: Op, m: Microbatch) -> Body:
         key = op.stage, op.microbatch
         if key not in self._bodies:
             peers = [microbatches[op.microbatch].num_physical_tokens for microbatches in self.block]
@@ -225,7 +228,7 @@ class _Walk:
             tail = None
             if self._is_last(op.stage) and num_layers and not self._num_rows(m) and not self.memory.shape.is_moe:
                 tail = _Layer.of(replace(sizes, dead_tail=True), selective=selective, takes=takes)
-            self._bodies[key] = _Body(layer, tail, num_layers - bool(tail))
+            self._bodies[key] = Body(layer, tail, num_layers - bool(tail))
         return self._bodies[key]
 
     def _x(self, m: Microbatch) -> int:

@@ -34,7 +34,9 @@ class Timeline:
 def simulate(table: OpTable, duration: Callable[[Op], float]) -> Timeline:
     """Run `table`; raises ValueError naming where the ranks are stuck if it cannot finish."""
     num_stages = 1 + max((op.stage for row in table.rows for op in row), default=0)
-    ended: dict[Op, float] = {}
+    # By stage and microbatch: quicker to look up than operations.
+    forwards: dict[tuple[int, int], float] = {}
+    backwards: dict[tuple[int, int], float] = {}
     spans: list[list[tuple[Op, float, float]]] = [[] for _ in table.rows]
     free_at = [0.0] * len(table.rows)
     moved = True
@@ -43,22 +45,19 @@ def simulate(table: OpTable, duration: Callable[[Op], float]) -> Timeline:
         for rank, row in enumerate(table.rows):
             while len(spans[rank]) < len(row):
                 op = row[len(spans[rank])]
-                before = _message(op, num_stages)
-                if before is not None and before not in ended:
+                is_forward = op.kind is Kind.FORWARD
+                of_kind = forwards if is_forward else backwards
+                before = op.stage - 1 if is_forward else op.stage + 1
+                # Of the neighbouring stage that sends what `op` needs, if there is one.
+                arrives = of_kind.get((before, op.microbatch)) if 0 <= before < num_stages else 0.0
+                if arrives is None:
                     break
-                start = max(free_at[rank], ended[before] if before is not None else 0.0)
+                start = max(free_at[rank], arrives)
                 end = start + duration(op)
-                ended[op] = free_at[rank] = end
+                of_kind[op.stage, op.microbatch] = free_at[rank] = end
                 spans[rank].append((op, start, end))
                 moved = True
     stuck = {rank: str(row[len(spans[rank])]) for rank, row in enumerate(table.rows) if len(spans[rank]) < len(row)}
     if stuck:
         raise ValueError(f"The table deadlocks: ranks wait for ever before {stuck}.")
     return Timeline(tuple(tuple(row) for row in spans))
-
-
-def _message(op: Op, num_stages: int) -> Op | None:
-    """The operation on a neighbouring stage whose output `op` needs."""
-    if op.kind is Kind.FORWARD:
-        return Op(op.stage - 1, op.kind, op.microbatch) if op.stage else None
-    return Op(op.stage + 1, op.kind, op.microbatch) if op.stage + 1 < num_stages else None
