@@ -1,20 +1,20 @@
-"""Hugging Face folders to and from Megatron models: a thin adapter over mbridge.
+"""Hugging Face folders to and from Megatron models: a thin adapter over mbridge or megatron-bridge.
 
 For `llama`, `mistral` (without a sliding window), `qwen2`, `qwen3`, `qwen3_moe` and `mixtral`, tied embeddings included, under
 any layout. The Megatron model is built by us, from a local layer spec or a Transformer Engine one. mbridge knows what
-parameters are called in a Hugging Face folder and how they are laid out there (`HFForm`); which rank holds what of a
-parameter is Megatron's own knowledge, read by `shards`.
+parameters are called in a Hugging Face folder and how they are laid out there; so does megatron-bridge, which is taken where it
+works (`megatron_bridge`). `HFForm` is the adapter in front of both. Which rank holds what of a parameter is Megatron's own
+knowledge, read by `shards`.
 
 Seams to mbridge (0.15.1). Its bridges expect Transformer Engine's fused norms and grouped experts, transformers 4 and
-unpadded vocabularies. Used as they are: `_weight_name_mapping_mcore_to_hf`, `_weight_to_mcore_format`. `_LocalSpecBridge`
-overrides these private members:
+unpadded vocabularies. `MBridgeForm` calls `_weight_name_mapping_mcore_to_hf`, `_weight_to_mcore_format` and
+`_weight_to_hf_format`; `_LocalSpecBridge` overrides these private members:
 
 * `__init__`                     dtype of the model; no global parallel state needed
 * `_MLP_MAPPING`, `_OTHER_MAPPING`
                                  norm weights of a local spec stand by themselves; dense layers among MoE layers
 * `_build_base_config`           our defaults for fusions, the caller's overrides
 * `_get_gptmodel_args`           `rope_parameters` of transformers 5, tied embeddings
-* `_weight_to_hf_format`         padded vocabulary rows are cut
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from torch import Tensor
 from megatron.prefixflow.folders import new_folder
 from megatron.prefixflow.groups import current_groups
 from megatron.prefixflow.hf_files import HFTensors, HFWriter, TensorSpec, copy_hf_files, list_names
+from megatron.prefixflow.megatron_bridge import megatron_bridge_form
 from megatron.prefixflow.shards import VOCABULARY_PARAMETERS, load_full_parameters, whole_parameters, whole_shapes
 
 try:
@@ -147,37 +148,77 @@ def export_hf_weights(model_chunks: Sequence[torch.nn.Module], out_dir: str | Pa
     dist.barrier()
 
 
+class _Form(Protocol):
+    def hf_names(self, name: str) -> list[str]: ...
+    def to_megatron(self, name: str, tensors: Sequence[Tensor]) -> Tensor: ...
+    def to_hf(self, name: str, parameter: Tensor) -> Sequence[Tensor]: ...
+
+
+class MBridgeForm:
+    """Names and layouts from mbridge."""
+
+    def __init__(self, bridge: _LocalSpecBridge) -> None:
+        self._bridge = bridge
+        # mbridge casts to this dtype where there is one; the caller's tensors keep theirs.
+        bridge.dtype = None
+
+    def hf_names(self, name: str) -> list[str]:
+        """Raises LookupError for a name without counterpart."""
+        try:
+            names: list[str] = self._bridge._weight_name_mapping_mcore_to_hf(_grouped_name(name))
+        except NotImplementedError:
+            raise LookupError(name) from None
+        return names
+
+    def to_megatron(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        made: Tensor = self._bridge._weight_to_mcore_format(_grouped_name(name), list(tensors))
+        return made
+
+    def to_hf(self, name: str, parameter: Tensor) -> Sequence[Tensor]:
+        _, tensors = self._bridge._weight_to_hf_format(_grouped_name(name), parameter)
+        return list(tensors)
+
+
 class HFForm:
     """What the parameters of one model are called in Hugging Face folders, and how they are laid out there.
 
     Names are those of the whole model, as in `shards`; experts are Megatron's sequential ones. Vocabularies may be padded.
+
+    backend: `megatron-bridge` where that works, else `mbridge`, which also serves for single parameters that the other lacks.
     """
 
     def __init__(self, bridge: _LocalSpecBridge) -> None:
-        self._bridge = bridge
         self.vocab_size: int = bridge.hf_config.vocab_size
-        # mbridge casts to this dtype where there is one; the caller's tensors keep theirs.
-        bridge.dtype = None
+        self._kind: str = bridge.hf_config.model_type
+        preferred = megatron_bridge_form(bridge.hf_config, bridge.config)
+        self.backend = "mbridge" if preferred is None else "megatron-bridge"
+        self._forms: list[_Form] = [MBridgeForm(bridge)] if preferred is None else [preferred, MBridgeForm(bridge)]
 
     @classmethod
     def of(cls, hf_dir: str | Path) -> HFForm:
         """Raises ValueError for an architecture or position scaling that Megatron would not reproduce."""
-        return cls(_bridge(_auto_config(hf_dir), torch.float32, {}))
+        bridge = _bridge(_auto_config(hf_dir), torch.float32, {})
+        bridge._get_gptmodel_args()
+        return cls(bridge)
 
     def hf_names(self, name: str) -> list[str]:
         """Raises ValueError for a parameter that this architecture has no name for."""
-        try:
-            names: list[str] = self._bridge._weight_name_mapping_mcore_to_hf(_grouped_name(name))
-        except NotImplementedError:
-            kind = self._bridge.hf_config.model_type
-            raise ValueError(f"Parameter {name!r} has no counterpart in a Hugging Face {kind!r} model.") from None
-        return names
+        return self._form_of(name)[1]
+
+    def _form_of(self, name: str) -> tuple[_Form, list[str]]:
+        for form in self._forms:
+            try:
+                return form, form.hf_names(name)
+            except LookupError:
+                continue
+        raise ValueError(f"Parameter {name!r} has no counterpart in a Hugging Face {self._kind!r} model.")
 
     def to_hf(self, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The Hugging Face tensors of a whole parameter."""
-        self.hf_names(name)
-        names, tensors = self._bridge._weight_to_hf_format(_grouped_name(name), parameter)
-        return zip(names, tensors, strict=True)
+        """The Hugging Face tensors of a whole parameter; rows of a vocabulary that only pad are cut."""
+        if name in VOCABULARY_PARAMETERS:
+            parameter = parameter[: self.vocab_size]
+        form, names = self._form_of(name)
+        return zip(names, form.to_hf(name, parameter), strict=True)
 
     def to_megatron(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
         """The whole parameter, vocabulary unpadded, of the tensors called `hf_names(name)`.
@@ -185,13 +226,12 @@ class HFForm:
         Raises ValueError when they do not fit together.
         """
         try:
-            made: Tensor = self._bridge._weight_to_mcore_format(_grouped_name(name), list(tensors))
+            return self._form_of(name)[0].to_megatron(name, tensors)
         except RuntimeError as error:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
             raise ValueError(
                 f"Tensors {list_names(self.hf_names(name))} with shapes {shapes} do not make {name!r}: {error}"
             ) from error
-        return made
 
     def hf_specs(self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, TensorSpec]:
         """Names and shapes of a folder of this model, whose parameters have `shapes`, in their order."""
@@ -309,11 +349,6 @@ class _LocalSpecBridge(Bridge):
             "share_embeddings_and_output_weights": self.hf_config.tie_word_embeddings,
             **rope_arguments(self.hf_config.to_dict()),
         }
-
-    def _weight_to_hf_format(self, name: str, weight: Tensor) -> tuple[list[str], list[Tensor]]:
-        if name in VOCABULARY_PARAMETERS:
-            weight = weight[: self.hf_config.vocab_size]
-        return super()._weight_to_hf_format(name, weight)
 
 
 class _Llama(_LocalSpecBridge, LLaMABridge):

@@ -17,9 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-CARRIED_FOLDER = "hf"
-"""Folder inside a checkpoint with configuration, tokenizer and the like of the model, for the way back."""
-
 MAX_SHARD_BYTES = 5_000_000_000
 _INDEX = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack")

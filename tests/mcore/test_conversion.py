@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -263,6 +264,32 @@ def test_an_interrupted_conversion_leaves_nothing(llama: Path, tmp_path: Path, n
     else:
         # What cannot be cleaned up has another name.
         assert "megatron" not in left
+
+
+def test_megatron_bridge_is_taken_where_it_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.prefixflow import megatron_bridge
+
+    names: dict[str, Any] = {
+        "qkv": {"v": "value", "q": "query", "k": "key"},
+        "fc1": {"up": "u", "gate": "g"},
+        "norm": "n",
+    }
+    registry = SimpleNamespace(
+        megatron_to_hf_lookup=lambda name: SimpleNamespace(hf_param=names[name]) if name in names else None
+    )
+    bridges = SimpleNamespace(get_model_bridge=lambda kind: SimpleNamespace(mapping_registry=lambda: registry))
+    config: Any = SimpleNamespace(architectures=["LlamaForCausalLM"])
+    assert megatron_bridge.megatron_bridge_form(config, config) is None
+    layouts = SimpleNamespace(merge_qkv_weights=lambda config, q, k, v: torch.stack([k, q, v]))
+    monkeypatch.setattr(megatron_bridge, "_modules", lambda: (bridges, layouts))
+    form = megatron_bridge.megatron_bridge_form(config, config)
+    assert form is not None
+    assert [form.hf_names(name) for name in names] == [["query", "key", "value"], ["g", "u"], ["n"]]
+    q, k, v = torch.arange(12.0).reshape(3, 2, 2)
+    assert torch.equal(form.to_megatron("qkv", [q, k, v]), torch.stack([k, q, v]))
+    assert [t.tolist() for t in form.to_hf("fc1", form.to_megatron("fc1", [q, k]))] == [q.tolist(), k.tolist()]
+    with pytest.raises(LookupError):
+        form.hf_names("more")
 
 
 def peak_growth_bytes(hf_dir: Path, folder: Path) -> tuple[int, int]:

@@ -123,6 +123,14 @@ def test_hugging_face_experts(tmp_path):
     assert not shape.moe_normalize_topk
 
 
+def test_hugging_face_experts_of_mixtral(tmp_path):
+    moe = {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
+    shape = read(tmp_path, moe)
+    assert (shape.num_experts, shape.moe_topk, shape.moe_ffn_hidden_size) == (8, 2, shape.ffn_hidden_size)
+    # The two experts' weights are divided by their sum.
+    assert shape.moe_normalize_topk
+
+
 def test_own_fields_round_trip(tmp_path):
     for shape in BUILTIN_SHAPES.values():
         assert read(tmp_path, dataclasses.asdict(shape)) == shape
