@@ -79,11 +79,13 @@ def hf_to_megatron(
     *,
     dtype: str | None = None,
     progress: Progress = lambda done, total: None,
-) -> None:
+) -> str:
     """Write the model of `hf_dir` as the release checkpoint of the new folder `save_dir`.
 
     layout: arguments as on the command line of `pretrain_rl.py`, for the layout that the checkpoint names.
     dtype: a name of `DTYPES` to round to; None keeps the folder's, bit by bit.
+
+    Returns the name of the package that knew the tensors' names and layouts.
 
     Raises ValueError for an architecture that Megatron would not reproduce, tensors that are missing, left over or of other
     shapes, a layout that does not fit the model, and a `save_dir` that is not empty.
@@ -117,6 +119,7 @@ def hf_to_megatron(
             dist_checkpointing.save(contents, str(place), sharded_strategy=_StreamedSave(source))
             copy_hf_files(hf_dir, place / CARRIED)
             (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
+    return form.backend
 
 
 def megatron_to_hf(
@@ -127,12 +130,14 @@ def megatron_to_hf(
     iteration: int | None = None,
     dtype: str | None = None,
     progress: Progress = lambda done, total: None,
-) -> None:
+) -> str:
     """Write the weights of a Megatron checkpoint as the new Hugging Face folder `out_dir`.
 
     load_dir: a folder of checkpoints, of which the latest or that of `iteration` is taken, or one checkpoint.
     hf_dir: where configuration, tokenizer and the like are taken from; by default the files that the checkpoint carries.
     dtype: a name of `DTYPES` to round to; None keeps the checkpoint's, bit by bit.
+
+    Returns the name of the package that knew the tensors' names and layouts.
 
     Raises ValueError when there is no such checkpoint, it is of another model than `hf_dir`, or `out_dir` is not empty.
     """
@@ -168,6 +173,7 @@ def megatron_to_hf(
                 progress(num_done, len(shapes))
             writer.finish()
             copy_hf_files(hf_dir, folder, out_dtype)
+    return form.backend
 
 
 @contextlib.contextmanager

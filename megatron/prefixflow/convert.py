@@ -29,16 +29,16 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _leave)
     try:
         with _bar(options.direction) as progress:
-            _convert(options, rest, progress)
+            backend = _convert(options, rest, progress)
     except (ValueError, OSError, ImportError) as error:
         print(f"{PROGRAM}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     target = options.save if options.direction == "hf-to-megatron" else options.output_dir
-    print(f"{options.direction}: wrote {target}")
+    print(f"{options.direction}: wrote {target}, tensors named by {backend}")
     return 0
 
 
-def _convert(options: argparse.Namespace, layout: Sequence[str], progress: Progress) -> None:
+def _convert(options: argparse.Namespace, layout: Sequence[str], progress: Progress) -> str:
     warnings.filterwarnings("ignore", module=r"megatron|mbridge")
     # Late, since Megatron takes seconds to import, which a question for help need not wait for.
     from megatron.prefixflow.conversion import hf_to_megatron, megatron_to_hf
@@ -49,16 +49,15 @@ def _convert(options: argparse.Namespace, layout: Sequence[str], progress: Progr
         progress.update(task, completed=done, total=total)
 
     if options.direction == "hf-to-megatron":
-        hf_to_megatron(options.hf_checkpoint, options.save, layout, dtype=options.dtype, progress=advance)
-    else:
-        megatron_to_hf(
-            options.load,
-            options.output_dir,
-            hf_dir=options.hf_checkpoint,
-            iteration=options.ckpt_step,
-            dtype=options.dtype,
-            progress=advance,
-        )
+        return hf_to_megatron(options.hf_checkpoint, options.save, layout, dtype=options.dtype, progress=advance)
+    return megatron_to_hf(
+        options.load,
+        options.output_dir,
+        hf_dir=options.hf_checkpoint,
+        iteration=options.ckpt_step,
+        dtype=options.dtype,
+        progress=advance,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
