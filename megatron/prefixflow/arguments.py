@@ -177,7 +177,9 @@ def _of_checkpoint(given: Mapping[str, Any]) -> dict[str, Any]:
         saved = checkpoint_args(folder, given.get("ckpt_step") if "load" in given else None)
     except CheckpointError as error:
         raise ArgumentsError(f"--use-checkpoint-args: {error}") from error
-    return {dest: saved[dest] for dest in CHECKPOINT_DESTS if saved.get(dest) is not None}
+    default = {argument.dest: argument.default for argument in all_arguments()}
+    wanted = {dest: saved[dest] for dest in CHECKPOINT_DESTS if saved.get(dest) is not None}
+    return {dest: value for dest, value in wanted.items() if value != default[dest]}
 
 
 def _refuse(given: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ import queue
 import random
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -268,7 +269,8 @@ def load_checkpoint(
     with_random = groups if groups is not None and ours.get("layout") == _layout(groups) else None
     wanted = _contents(chunks, optimizer, scheduler, with_random, is_loading=True)
     _agreed(lambda: _refuse_mismatch(wanted, place.folder, common))
-    loaded = dist_checkpointing.load(wanted, str(place.folder), strict=StrictHandling.IGNORE_ALL)
+    with _quiet():
+        loaded = dist_checkpointing.load(wanted, str(place.folder), strict=StrictHandling.IGNORE_ALL)
     for key, chunk in zip(_model_keys(chunks), chunks, strict=True):
         _load_chunk(chunk, loaded[key])
     if optimizer is not None:
@@ -377,8 +379,12 @@ def _load_chunk(chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _load_scheduler(scheduler: Any, common: Mapping[str, Any], place: Path) -> None:
+    saved = dict(common["opt_param_scheduler"])
+    if saved.get("wd_incr_style") == scheduler.wd_incr_style == "constant":
+        # Over how many steps it does not grow means nothing: a run may be made longer.
+        saved["wd_incr_steps"] = scheduler.wd_incr_steps
     try:
-        scheduler.load_state_dict(common["opt_param_scheduler"])
+        scheduler.load_state_dict(saved)
     except AssertionError as error:
         raise CheckpointError(
             f"{place} has another learning-rate schedule than the command line ({error}). Give --override-opt-param-scheduler "
@@ -434,7 +440,7 @@ def _write(contents: dict[str, Any], place: Path, carried: Path | None) -> None:
     """Write `contents` beside `place` and rename; collective."""
     name = on_first_rank(lambda: _temporary_folder(place))
     temporary = place.parent / name
-    with _in_process_results():
+    with _in_process_results(), _quiet():
         dist_checkpointing.save(contents, str(temporary), content_metadata=dict(_METADATA))
     on_first_rank(lambda: _finish(temporary, place, carried))
 
@@ -451,6 +457,14 @@ def _in_process_results() -> Iterator[None]:
         yield
     finally:
         filesystem_async._results_queue = before
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Megatron calls names that torch has deprecated: nothing that a user could change."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 def _temporary_folder(place: Path) -> str:

@@ -330,6 +330,8 @@ class Trainer(Scorer):
         self.measurements: list[Measurement] = []
         self.calibrates = is_measuring(args)
         self._work: BatchWork | None = None
+        if job.start.resumes:
+            self._resume(job.start)
         lacks_reference = args.rollout is not None or any(t.ref_logprobs is None for t in job.trajectories)
         needs_reference = self.loss.needs_reference and lacks_reference
         self._reference = FrozenWeights.of(self.chunks) if needs_reference else None
@@ -343,8 +345,6 @@ class Trainer(Scorer):
             self.groups,
             self._reference if keeps else None,
         )
-        if job.start.resumes:
-            self._resume(job.start)
 
     def _resume(self, start: Start) -> None:
         args = self.job.args
