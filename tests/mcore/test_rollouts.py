@@ -99,11 +99,14 @@ def test_dense_and_reuse_sample_and_learn_alike_under_every_layout(worlds: World
 
 
 def test_routes_of_sampled_responses_are_replayed(worlds: Worlds, prompts: Path) -> None:
-    ways = [("--prefix-reuse", "on"), ("--prefix-reuse", "off")]
-    reuse, dense = (worlds[1].run(_run, sampling(prompts, *MOE, *way, steps=1))[0] for way in ways)
+    ways = [("--prefix-reuse", "on"), ("--prefix-reuse", "off"), ("--routing-replay", "off")]
+    reuse, dense, native = (worlds[1].run(_run, sampling(prompts, *MOE, *way, steps=1))[0] for way in ways)
     assert reuse[0]["native"] == dense[0]["native"] == 0 < reuse[0]["replayed"] < dense[0]["replayed"]
     assert reuse[0]["batch"] == dense[0]["batch"]
     assert norms(reuse) == pytest.approx(norms(dense), rel=1e-6)
+    # The routes are those that the trainer would have taken.
+    assert native[0]["replayed"] == 0
+    assert norms(reuse) == pytest.approx(norms(native), rel=1e-6)
     split = worlds[2].run(_run, sampling(prompts, *MOE, *ways[0], "--tp", "2", "--sequence-parallel", steps=1))
     assert split[0][0]["batch"] == reuse[0]["batch"]
     assert split[0][0]["native"] == 0
