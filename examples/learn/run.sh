@@ -17,5 +17,5 @@ export TORCHDYNAMO_DISABLE=1
     --rollout sample --trajectories "$OUT/prompts.jsonl" --reward-function "$HERE/counting.py:reward" \
     --group-size 16 --global-batch-size 160 --max-response-length 10 --stop-tokens 10 \
     --policy-loss dapo --advantage-estimator grpo --max-tokens-per-microbatch 2048 --prefix-reuse on \
-    --entropy-coef 0.01 --train-iters 120 --lr 1e-3 --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --clip-grad 1.0 \
+    --entropy-coef 0.08 --train-iters 160 --lr 1e-3 --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --clip-grad 1.0 \
     --metrics-file "$OUT/metrics.jsonl" --tensorboard-dir "$OUT/tensorboard" "${@:2}"
