@@ -105,12 +105,16 @@ def test_a_resumed_run_is_bit_equal(
         metrics.write('{"step": 5, "lo')
     resumed = [*line, "--save", str(tmp_path / "b"), "--load", str(tmp_path / "a"), "--ckpt-step", "2"]
     status, out = run(2, resumed)
-    assert status == 0 and "step 3/4" in out and "step 2/4" not in out
-    assert metrics_of(tmp_path / "m") == whole and [line["step"] for line in whole] == [1, 2, 3, 4]
+    assert status == 0
+    assert "step 3/4" in out
+    assert "step 2/4" not in out
+    assert metrics_of(tmp_path / "m") == whole
+    assert [line["step"] for line in whole] == [1, 2, 3, 4]
     assert whole[2]["kl"] > 0, "the reference is not the resumed policy"
     assert_equal(worlds, *(tmp_path / name / "iter_0000004" for name in "ab"))
     states = [worlds[1].run(random_states, str(tmp_path / name / "iter_0000004"))[0] for name in "ab"]
-    assert repr(states[0]) == repr(states[1]) and len(states[0]) == 2, "one for each data-parallel rank"
+    assert repr(states[0]) == repr(states[1])
+    assert len(states[0]) == 2, "one for each data-parallel rank"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,7 @@ def test_what_cannot_be_loaded(file: Path, tmp_path: Path, run: Run) -> None:
     assert run(1, [*line, *keeps])[0] == 0
     assert run(1, [*arguments(file, steps=2), *keeps, "--load", str(saved)])[0] == 0
     names = sorted(path.name for path in saved.iterdir())
-    assert names == ["iter_0000002", TRACKER, "reference"], "the first step is no multiple of 2"
+    assert names == ["iter_0000002", TRACKER, "reference", "tensorboard"], "the first step is no multiple of 2"
     load = ["--load", str(saved)]
 
     def refused(*more: str, argv: Sequence[str] = line) -> str:
@@ -158,7 +162,9 @@ def test_what_cannot_be_loaded(file: Path, tmp_path: Path, run: Run) -> None:
         return [*line[:at], *line[at + 2 :]]
 
     status, out = run(1, [*line, "--load", str(tmp_path / "none")])
-    assert status == 0 and "there is no such folder" in out and "step 1/1" in out
+    assert status == 0
+    assert "there is no such folder" in out
+    assert "step 1/1" in out
     assert "no such folder" in refused("--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint")
     assert "found iter_0000002" in refused(*load, "--ckpt-step", "7")
     assert "shape" in refused(*load, "--ffn-hidden-size", "256")
@@ -167,7 +173,8 @@ def test_what_cannot_be_loaded(file: Path, tmp_path: Path, run: Run) -> None:
     assert "--override-opt-param-scheduler" in refused(*load, "--lr", "1e-2")
     # The model's arguments from the checkpoint: nothing else says what it is.
     status, out = run(1, [*without("--model"), *load, "--use-checkpoint-args"])
-    assert status == 0 and "step 2 of 1 is done" in out, out
+    assert status == 0, out
+    assert "step 2 of 1 is done" in out
     place = saved / "iter_0000002"
     part = max(place.glob("*.distcp"), key=lambda path: path.stat().st_size)
     part.write_bytes(part.read_bytes()[:-100])
