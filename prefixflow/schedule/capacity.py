@@ -99,7 +99,13 @@ def find_capacity(
                 memory.shape.max_positions - group.suffix_tokens,
                 PREFIX_STEP,
             ),
-            _largest(lambda n, w=way: _fits(replace(group, size=n), w, config, memory, budget_bytes), LARGEST_GROUP, 1),  # type: ignore[misc]
+            _largest(
+                lambda n, w=way: _fits(replace(group, size=n), w, config, memory, budget_bytes),  # type: ignore[misc]
+                LARGEST_GROUP,
+                1,
+                # Alone a trajectory shares nothing, and nothing of it waits: it can need more than two do.
+                smallest=1 + (way.reuse is not PrefixReuse.OFF),
+            ),
         )
         for way in ways()
     )
@@ -127,9 +133,9 @@ def _plan(group: GroupShape, way: Way, config: PlanConfig, trajectories: Sequenc
     )
 
 
-def _largest(fits: Callable[[int], bool], limit: int, step: int) -> int | None:
-    """Largest multiple of `step` up to `limit` (or `limit`) that fits, if any does."""
-    good, bad = 0, step
+def _largest(fits: Callable[[int], bool], limit: int, step: int, *, smallest: int | None = None) -> int | None:
+    """Largest multiple of `step` up to `limit` (or `limit`) that fits, if any does; `smallest` (`step`) is tried first."""
+    good, bad = 0, smallest or step
     while bad <= limit and fits(bad):
         good, bad = bad, 2 * bad
     if bad > limit:

@@ -195,8 +195,8 @@ def _refusal(least: Fit, memory: MemoryModel, budget_bytes: int) -> str:
         f"Weights, gradients and optimizer alone take {state / GIB:.4g} GiB: spread them over more ranks (--tp, --pp, "
         "--use-distributed-optimizer)"
         if state >= budget_bytes
-        else "Or spread the model over more ranks (--tp, --pp, --cp), take --recompute-granularity full, or leave out the "
-        "longest trajectories"
+        else "Or spread the model over more ranks (--tp, --pp, --cp), take --recompute-granularity full, ask for fewer tokens a "
+        f"microbatch (below {SMALLEST_TOKEN_BUDGET} only what is asked for is tried), or leave out the longest trajectories"
     )
     return (
         f"--memory-budget-gib: the step needs at least {needed / GIB:.4g} GiB on the rank that needs most, "
