@@ -43,6 +43,7 @@ from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import FileSystemReader
@@ -440,23 +441,46 @@ def _write(contents: dict[str, Any], place: Path, carried: Path | None) -> None:
     """Write `contents` beside `place` and rename; collective."""
     name = on_first_rank(lambda: _temporary_folder(place))
     temporary = place.parent / name
-    with _in_process_results(), _quiet():
+    with _written_here(), _quiet():
         dist_checkpointing.save(contents, str(temporary), content_metadata=dict(_METADATA))
     on_first_rank(lambda: _finish(temporary, place, carried))
 
 
 @contextlib.contextmanager
-def _in_process_results() -> Iterator[None]:
-    """Megatron's writers report through a queue of a server process, which outlives a run that is killed.
+def _written_here() -> Iterator[None]:
+    """Let this process write its files itself.
 
-    A save that is waited for needs no process in between: a plain queue takes its place.
+    Megatron forks processes for that, which report through a server process. Both are of use to a save that is not waited for; when a
+    run is killed they stay behind, waiting for it for ever.
     """
-    before = filesystem_async._results_queue
+    writer = FileSystemWriterAsync
+    results, write = filesystem_async._results_queue, writer.write_preloaded_data_multiproc
     filesystem_async._results_queue = queue.Queue()
+    writer.write_preloaded_data_multiproc = staticmethod(_write_buckets)
     try:
         yield
     finally:
-        filesystem_async._results_queue = before
+        filesystem_async._results_queue = results
+        writer.write_preloaded_data_multiproc = staticmethod(write)
+
+
+def _write_buckets(
+    transforms: Any, use_msc: bool, rank: int, buckets: Sequence[Any], results: queue.Queue[Any]
+) -> None:
+    """In the place of `FileSystemWriterAsync.write_preloaded_data_multiproc`: the same results, file after file."""
+    written: Any = {}
+    for number, bucket in enumerate(buckets):
+        counted: queue.Queue[int] = queue.Queue()
+        counted.put(number)
+        answers: queue.Queue[Any] = queue.Queue()
+        writer = FileSystemWriterAsync.write_preloaded_data
+        writer(transforms, number, bucket, answers, counted, use_fsync=True, use_msc=use_msc)
+        _, answer = answers.get()
+        if isinstance(answer, Exception):
+            written = answer
+            break
+        written[number] = answer
+    results.put(written)
 
 
 @contextlib.contextmanager
