@@ -66,7 +66,7 @@ def arguments(file: Path, *more: str, steps: int = 4, model: str = "tiny", dtype
     line = (
         f"--model {model} --trajectories {file} --dtype {dtype} --global-batch-size 2 --train-iters {steps} --lr 1e-3"
     )
-    return [*line.split(), "--lr-decay-iters", "9", "--kl-coef", "0.1", *more]
+    return [*line.split(), "--lr-decay-iters", str(max(9, steps + 1)), "--kl-coef", "0.1", *more]
 
 
 @pytest.fixture
