@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from prefixflow.runtime.world import Worlds
-from prefixflow.testing.generate import two_level_groups
+from prefixflow.testing.generate import Style, two_level_groups
 from prefixflow.trajectories import write_trajectories
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -272,3 +273,38 @@ def test_ten_kills_at_random_moments(file: Path, tmp_path: Path, processes: Fork
 def _tracked(folder: Path) -> int:
     path = folder / TRACKER
     return int(path.read_text()) if path.is_file() else 0
+
+
+def test_weights_alone_go_out_and_come_in(tmp_path: Path, run: Run) -> None:
+    """Exports to another sampler; starts and reference policies without a training state."""
+    from megatron.prefixflow.conversion import megatron_to_hf
+    from tests.mcore.test_conversion import make_model
+
+    initial = make_model("llama", tmp_path / "initial", num_hidden_layers=1)
+    saved, exports = tmp_path / "a", tmp_path / "exports"
+    places = ["--save", str(saved), "--save-interval", "2", "--no-save-optim", "--no-save-rng"]
+    file = tmp_path / "t.jsonl"
+    write_trajectories(file, two_level_groups(3, 2, (30, 40), (5, 9), seed=1, style=Style(vocab_size=64)))
+    line = arguments(file, "--kl-coef", "0", steps=2, model=str(initial), dtype="float32")
+
+    status, out = run(1, [*line, *places, "--export-hf-every", "1", str(exports)])
+    assert status == 0, out
+    assert sorted(path.name for path in exports.iterdir()) == ["latest.txt", "step_0000001", "step_0000002"]
+    assert (exports / "latest.txt").read_text() == "step_0000002\n"
+    megatron_to_hf(saved, tmp_path / "back")
+    weights = [
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "back", exports / "step_0000002", initial)
+    ]
+    assert weights[0].keys() == weights[1].keys() == weights[2].keys()
+    assert all(weights[0][name].equal(value) for name, value in weights[1].items())
+    assert not all(weights[0][name].equal(value) for name, value in weights[2].items())
+
+    start = [*line, "--kl-coef", "0.1", "--metrics-file", str(tmp_path / "m"), "--train-iters", "1"]
+    for weights_only in (["--pretrained-checkpoint", str(saved)], ["--load", str(saved), "--finetune"]):
+        for reference in ([], ["--ref-load", str(initial)]):
+            status, out = run(1, [*start, *weights_only, *reference])
+            assert status == 0, out
+    divergence = [step["kl"] for step in metrics_of(tmp_path / "m")]
+    assert [step["step"] for step in metrics_of(tmp_path / "m")] == [1] * 4
+    assert divergence[0] == divergence[2] == 0
+    assert divergence[1] == divergence[3] > 0
