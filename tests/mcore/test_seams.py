@@ -13,12 +13,14 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core import packed_seq_params, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias, reset_model_temporary_tensors
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer import TransformerConfig, attention, transformer_block, transformer_layer
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -107,6 +109,21 @@ CALLS: dict[str, tuple[Callable[..., Any], int, str]] = {
     "param_is_not_tensor_parallel_duplicate": (param_is_not_tensor_parallel_duplicate, 2, ""),
     "param_is_not_shared": (param_is_not_shared, 1, ""),
     "get_megatron_optimizer": (get_megatron_optimizer, 2, ""),
+    "FileSystemWriterAsync.write_preloaded_data": (
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data,
+        5,
+        "use_fsync use_msc",
+    ),
+    "FileSystemWriterAsync.write_preloaded_data_multiproc": (
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc,
+        5,
+        "",
+    ),
+    "DistributedOptimizer.load_parameter_state_from_fully_reshardable": (
+        DistributedOptimizer.load_parameter_state_from_fully_reshardable,
+        2,
+        "",
+    ),
     "initialize_model_parallel": (
         parallel_state.initialize_model_parallel,
         0,
@@ -323,3 +340,7 @@ def ddp_attributes() -> list[str]:
 
 def test_ddp_attributes(worlds: Worlds):
     assert worlds[1].run(ddp_attributes) == [[]]
+
+
+def test_writers_of_checkpoints_report_through_a_queue_that_can_be_replaced() -> None:
+    assert hasattr(filesystem_async, "_results_queue")
