@@ -275,9 +275,14 @@ def _tracked(folder: Path) -> int:
     return int(path.read_text()) if path.is_file() else 0
 
 
-def test_weights_alone_go_out_and_come_in(tmp_path: Path, run: Run) -> None:
-    """Exports to another sampler; starts and reference policies without a training state."""
+def converted_back(saved: Path, hf_dir: Path) -> None:
     from megatron.prefixflow.conversion import megatron_to_hf
+
+    megatron_to_hf(saved, hf_dir)
+
+
+def test_weights_alone_go_out_and_come_in(tmp_path: Path, run: Run, worlds: Worlds) -> None:
+    """Exports to another sampler; starts and reference policies without a training state."""
     from tests.mcore.test_conversion import make_model
 
     initial = make_model("llama", tmp_path / "initial", num_hidden_layers=1)
@@ -291,7 +296,7 @@ def test_weights_alone_go_out_and_come_in(tmp_path: Path, run: Run) -> None:
     assert status == 0, out
     assert sorted(path.name for path in exports.iterdir()) == ["latest.txt", "step_0000001", "step_0000002"]
     assert (exports / "latest.txt").read_text() == "step_0000002\n"
-    megatron_to_hf(saved, tmp_path / "back")
+    worlds[1].run(converted_back, saved, tmp_path / "back")
     weights = [
         load_file(folder / "model.safetensors") for folder in (tmp_path / "back", exports / "step_0000002", initial)
     ]
