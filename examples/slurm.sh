@@ -10,7 +10,9 @@
 # NOT RUN on a cluster: a test has taken srun's place.
 set -euo pipefail
 
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Read whole: under pipefail a `head` that leaves early would end the script.
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${hosts%%$'\n'*}
 export MASTER_ADDR
 # Jobs that share a node meet at different ports.
 export MASTER_PORT=$((10000 + SLURM_JOB_ID % 50000))

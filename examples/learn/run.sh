@@ -6,7 +6,10 @@ set -euo pipefail
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 OUT=${1:-learn}
 mkdir -p "$OUT"
-PYTHON=${PYTHON:-python}
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=python3
+    [ -x "$HERE/../../.venv/bin/python" ] && PYTHON=$HERE/../../.venv/bin/python
+fi
 # Megatron's jit fusions otherwise compile on a CPU.
 export TORCHDYNAMO_DISABLE=1
 "$PYTHON" "$HERE/counting.py" "$OUT/prompts.jsonl"

@@ -322,6 +322,11 @@ def _validate_checkpoints(values: Mapping[str, Any]) -> None:
         )
     if values["ckpt_step"] is not None:
         _require(values, "load")
+    if values["override_opt_param_scheduler"] and values["use_checkpoint_opt_param_scheduler"]:
+        raise ArgumentsError(
+            "--override-opt-param-scheduler takes the command line's schedule and --use-checkpoint-opt-param-scheduler the "
+            "checkpoint's: give one of them."
+        )
     if values["finetune"] and values["load"] is None and values["pretrained_checkpoint"] is None:
         raise ArgumentsError("--finetune needs --load or --pretrained-checkpoint.")
 

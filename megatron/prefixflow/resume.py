@@ -71,7 +71,7 @@ def find_start(args: Arguments) -> Start:
         try:
             place = find_checkpoint(args.load, args.ckpt_step)
         except MissingCheckpointError as error:
-            if args.exit_on_missing_checkpoint:
+            if args.exit_on_missing_checkpoint or _holds_a_model(Path(args.load)):
                 raise
             missing = f"{error} "
         else:
@@ -83,6 +83,16 @@ def find_start(args: Arguments) -> Start:
         line = f"checkpoint: {missing}The run starts from the weights of {place.folder}"
         return Start(place.folder, place.iteration, False, line)
     return Start(line=f"checkpoint: {missing}The run starts from its initial weights" if missing else None)
+
+
+def _holds_a_model(path: Path) -> bool:
+    """True for a file, or a model in another form: to start anew would train from other weights than were meant.
+
+    A checkpoint without a tracker is what a run leaves that is killed in its first save.
+    """
+    if not path.is_dir():
+        return path.exists()
+    return any(file.name == "config.json" or file.suffix == ".safetensors" for file in path.iterdir())
 
 
 def check_places(args: Arguments, start: Start) -> None:

@@ -349,6 +349,7 @@ class Trainer(Scorer):
     def _resume(self, start: Start) -> None:
         args = self.job.args
         assert start.folder is not None
+        rates = [(group["max_lr"], group["min_lr"]) for group in self.optimizer.param_groups]
         state = load_checkpoint(
             start.folder,
             self.chunks,
@@ -358,6 +359,11 @@ class Trainer(Scorer):
         )
         assert state is not None, "looked up before the run"
         self.num_steps = state.step
+        if args.override_opt_param_scheduler:
+            # The optimizer's groups bring the bounds of the run that saved them.
+            for group, (max_lr, min_lr) in zip(self.optimizer.param_groups, rates, strict=True):
+                group["max_lr"], group["min_lr"] = max_lr, min_lr
+            self.scheduler.step(increment=0)
         # Other trajectories than those of the checkpoint are taken from the first.
         if state.data == self._data:
             self.source.restore(state.source)

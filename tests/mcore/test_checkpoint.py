@@ -313,3 +313,23 @@ def test_weights_alone_go_out_and_come_in(tmp_path: Path, run: Run, worlds: Worl
     assert [step["step"] for step in metrics_of(tmp_path / "m")] == [1] * 4
     assert divergence[0] == divergence[2] == 0
     assert divergence[1] == divergence[3] > 0
+
+
+def test_a_schedule_that_is_overridden_holds(file: Path, tmp_path: Path, run: Run) -> None:
+    saved, metrics = str(tmp_path / "a"), tmp_path / "m"
+    line = [*arguments(file, "--lr-decay-style", "constant", steps=1), "--metrics-file", str(metrics)]
+    assert run(1, [*line, "--save", saved, "--save-interval", "1"])[0] == 0
+    status, out = run(
+        1, [*line, "--load", saved, "--train-iters", "2", "--lr", "5e-3", "--override-opt-param-scheduler"]
+    )
+    assert status == 0, out
+    assert [step["lr"] for step in metrics_of(metrics)] == [1e-3, 5e-3]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_model_in_another_form_is_no_new_start(file: Path, tmp_path: Path, run: Run, name: str) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / name).touch()
+    status, out = run(1, [*arguments(file, steps=1), "--load", str(tmp_path / "a")])
+    assert status == 2
+    assert "checkpoint" in out
