@@ -49,6 +49,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron.prefixflow.groups import Groups
+from megatron.prefixflow.hf_files import copy_hf_files
 from prefixflow.trajectories.files import atomic_write
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -57,7 +58,6 @@ REFERENCE = "reference"
 CARRIED = "hf"
 _VERSION = 3.0
 _OURS = "prefixflow"
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 _METADATA: dict[str, Any] = {
     # Optimizer states as tensors of the parameters' own shapes and names: any layout reads them.
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -499,7 +499,7 @@ def _temporary_folder(place: Path) -> str:
 
 def _finish(temporary: Path, place: Path, carried: Path | None) -> None:
     if carried is not None:
-        _carry(carried, temporary / CARRIED)
+        copy_hf_files(carried, temporary / CARRIED)
     temporary.chmod(0o755)
     for file in temporary.rglob("*"):
         _flush(file)
@@ -515,13 +515,6 @@ def _finish(temporary: Path, place: Path, carried: Path | None) -> None:
 def _replaced(place: Path) -> Path:
     """Name of a checkpoint while another one takes its place."""
     return place.with_name(f"{place.name}.replaced")
-
-
-def _carry(source: Path, target: Path) -> None:
-    target.mkdir()
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, target / file.name)
 
 
 def _flush(path: Path) -> None:

@@ -430,7 +430,7 @@ class KVCache:
             entry.away[layer] = self.arena.put(first), self.arena.put(second)
             self._count_host(sum(handle.num_bytes for handle in entry.away[layer]))
             return
-        entry.here[layer] = _owned(first), _owned(second)
+        entry.here[layer] = owned(first.detach()), owned(second.detach())
         self._count(part, _num_bytes(entry.here[layer]))
 
     def _take(self, layer: int, entry: _Entry) -> tuple[Tensor, Tensor] | None:
@@ -482,8 +482,8 @@ def owns_memory(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == num_bytes
 
 
-def _owned(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
+def owned(tensor: Tensor) -> Tensor:
+    """The tensor, copied where its memory holds more: keeping a view of it would keep that alive."""
     return tensor if owns_memory(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 

@@ -10,12 +10,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from prefixflow.plan.context import ContextKV
-from prefixflow.plan.plan import Plan, PlanConfig
+from prefixflow.plan.plan import PlanConfig
 from prefixflow.schedule.fit import AUTO, Fit, fit_plan
-from prefixflow.schedule.memory import MemoryModel, Phase
-from prefixflow.schedule.peak import peak_bytes
+from prefixflow.schedule.memory import MemoryModel
 from prefixflow.schedule.residency import GIB, ActivationPolicy, HostLink
-from prefixflow.schedule.search import rank_table
 from prefixflow.trajectories.types import Trajectory
 
 
@@ -25,13 +23,6 @@ class ContextKVChoice:
 
     kv: ContextKV
     reason: str
-
-
-def predicted_peaks(plan: Plan, memory: MemoryModel) -> dict[Phase, int]:
-    """Largest bytes alive in each phase on any rank, with everything kept on the device."""
-    tables = [rank_table(plan, rank) for rank in range(len(plan.ranks))]
-    peaks = [peak_bytes(plan, rank, row, memory) for rank, table in enumerate(tables) for row in table.rows]
-    return {phase: max(peak[phase] for peak in peaks) for phase in Phase}
 
 
 def unfitted_choice(wanted: ContextKV | None) -> ContextKVChoice:

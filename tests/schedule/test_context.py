@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 
 from prefixflow.plan.context import ContextKV
-from prefixflow.plan.plan import PlanConfig, build_plan
+from prefixflow.plan.plan import Plan, PlanConfig, build_plan
 from prefixflow.plan.shapes import ModelShape
-from prefixflow.schedule.context import ContextKVChoice, fit_with_context, predicted_peaks, unfitted_choice
+from prefixflow.schedule.context import ContextKVChoice, fit_with_context, unfitted_choice
 from prefixflow.schedule.fit import SMALLEST_TOKEN_BUDGET
 from prefixflow.schedule.memory import MemoryModel
 from prefixflow.schedule.ops import Kind
+from prefixflow.schedule.peak import peak_bytes
+from prefixflow.schedule.search import rank_table
 from tests.plan.groups import batch_of
 
 GATHER = MemoryModel(ModelShape.from_name("tiny"), context_parallel=4)
@@ -33,6 +35,11 @@ def test_shards_divide_what_is_kept_and_add_what_is_under_way() -> None:
     assert replace(RING, pipeline_parallel=2).ring_bytes(8, Kind.FORWARD) == RING.ring_bytes(8, Kind.FORWARD)
 
 
+def largest_peak(plan: Plan, memory: MemoryModel) -> int:
+    """On the one rank, with everything kept on the device."""
+    return max(peak_bytes(plan, 0, rank_table(plan, 0).rows[0], memory).values())
+
+
 def test_auto_gathers_while_that_fits() -> None:
     def choice_of(budget_bytes: int, wanted: ContextKV | None = None) -> ContextKVChoice:
         fit, choice = fit_with_context(BATCH, CONFIG, GATHER, budget_bytes, wanted)
@@ -41,7 +48,7 @@ def test_auto_gathers_while_that_fits() -> None:
 
     # Of the smallest microbatches that are tried: the budget of tokens is halved before K/V are sharded.
     kept = PlanConfig(SMALLEST_TOKEN_BUDGET, token_multiple=8)
-    gathered, sharded = (max(predicted_peaks(build_plan(BATCH, kept), memory).values()) for memory in (GATHER, RING))
+    gathered, sharded = (largest_peak(build_plan(BATCH, kept), memory) for memory in (GATHER, RING))
     assert sharded < gathered
     assert unfitted_choice(None).kv is ContextKV.GATHER
     assert choice_of(gathered).kv is ContextKV.GATHER

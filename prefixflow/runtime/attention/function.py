@@ -41,7 +41,7 @@ from torch.autograd.function import once_differentiable
 from prefixflow.plan.slices import CachedSlice, LocalSlice
 from prefixflow.ranges import Range
 from prefixflow.runtime.attention.kernels import AttentionKernel
-from prefixflow.runtime.cache import KVCache, accumulation_dtype, owns_memory
+from prefixflow.runtime.cache import KVCache, accumulation_dtype, owned
 from prefixflow.runtime.context import Pending, SplitMicrobatch
 
 
@@ -112,8 +112,8 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext
     """
     check_shapes(q, k, v, context, layer)
     if context.split is not None:
-        return GatheredAttention.apply(_owned(q), k, v, context, layer, scale)
-    q, k, v = _owned(q), _owned(k), _owned(v)
+        return GatheredAttention.apply(owned(q), k, v, context, layer, scale)
+    q, k, v = owned(q), owned(k), owned(v)
     if context.writes:
         k, v = Inject.apply(k, v, context, layer)
     if layer == context.keys_only_layer:
@@ -361,11 +361,6 @@ def _cached_backward(
         )
         dq[rows] += part_dq
         context.cache.add_gradient(layer, part.blocks, part_dk, part_dv)
-
-
-def _owned(x: Tensor) -> Tensor:
-    """A view of the fused projection, kept for backward, would keep the whole projection alive."""
-    return x if owns_memory(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _plus(grad: Tensor, terms: list[tuple[Range, Tensor]]) -> Tensor:

@@ -34,7 +34,7 @@ from prefixflow.plan.microbatch import Microbatch
 from prefixflow.plan.ring import Ring, block_shares
 from prefixflow.runtime.attention.function import AttentionContext, Inject, Operation, Root, check_shapes, merge_part
 from prefixflow.runtime.attention.kernels import AttentionKernel
-from prefixflow.runtime.cache import KVCache, accumulation_dtype, owns_memory
+from prefixflow.runtime.cache import KVCache, accumulation_dtype, owned
 from prefixflow.runtime.context import ContextParallel, SplitMicrobatch
 
 MOST_SHARDS = 2
@@ -75,7 +75,7 @@ class RingContext(AttentionContext):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, scale: float) -> Tensor:
         """q [T/cp, n, d], k and v [T/cp, n_kv, d] of this rank's positions -> [T/cp, n, d], differentiable."""
         check_shapes(q, k, v, self, layer)
-        q, k, v = (x if owns_memory(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+        q, k, v = owned(q), owned(k), owned(v)
         if self.writes:
             k, v = Inject.apply(k, v, self, layer)
         if layer == self.keys_only_layer:
