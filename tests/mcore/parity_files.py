@@ -97,3 +97,16 @@ def write_files(folder: Path) -> dict[str, str]:
         paths[name] = str(folder / f"{name}.jsonl")
         write_trajectories(paths[name], batch)
     return paths
+
+
+def write_small_files(folder: Path) -> dict[str, str]:
+    """Name to path of two-level groups, chains and trees of a few dozen tokens."""
+    style = Style(logprobs=True)
+    batches = {
+        "groups": two_level_groups(4, 4, seed=1, style=style),
+        "chains": stepwise_chains(3, 4, prompt_tokens=24, turn_tokens=12, seed=3, style=style),
+        "trees": trees(3, 3, 2, seed=4, style=style),
+    }
+    for name, batch in batches.items():
+        write_trajectories(folder / f"{name}.jsonl", batch)
+    return {name: str(folder / f"{name}.jsonl") for name in batches}

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,14 +41,14 @@ from prefixflow.schedule.residency import (
     plan_memory,
 )
 from prefixflow.schedule.search import plan_pipeline, rank_table
-from prefixflow.testing.generate import Style, stepwise_chains, trees, two_level_groups
-from prefixflow.trajectories import read_trajectories, write_trajectories
-from tests.mcore.test_mutants import patch, replace_cached, restore
+from prefixflow.trajectories import read_trajectories
+from tests.mcore.faults import patch, restore
+from tests.mcore.parity_files import write_small_files
+from tests.mcore.test_mutants import replace_cached
 
 FLOAT64_LIMIT = 1e-9
 FLOAT64_LIMIT_MOE = 1e-6
 TIMEOUT_S = 300.0
-STYLE = Style(logprobs=True)
 
 TINY = "--prefix-reuse on --dtype float64 --model tiny --num-layers 2"
 EXPERTS = """--prefix-reuse on --dtype float64 --model tiny-moe --num-layers 2 --moe-router-load-balancing-type aux_loss
@@ -145,15 +144,7 @@ class Setup:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    batches = {
-        "groups": two_level_groups(4, 4, seed=1, style=STYLE),
-        "chains": stepwise_chains(3, 4, prompt_tokens=24, turn_tokens=12, seed=3, style=STYLE),
-        "trees": trees(3, 3, 2, seed=4, style=STYLE),
-    }
-    folder: Path = tmp_path_factory.mktemp("trajectories")
-    for name, batch in batches.items():
-        write_trajectories(folder / f"{name}.jsonl", batch)
-    return {name: str(folder / f"{name}.jsonl") for name in batches}
+    return write_small_files(tmp_path_factory.mktemp("trajectories"))
 
 
 @pytest.fixture(scope="module")

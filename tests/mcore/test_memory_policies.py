@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +16,12 @@ from prefixflow.runtime.host import HostArena
 from prefixflow.runtime.memory import LiveBytes
 from prefixflow.runtime.offload import SavedTensors
 from prefixflow.runtime.world import Worlds
-from prefixflow.testing.generate import Style, stepwise_chains, trees, two_level_groups
-from prefixflow.trajectories import write_trajectories
-from tests.mcore.test_mutants import patch, restore
+from tests.mcore.faults import Setup, patch, restore
+from tests.mcore.parity_files import write_small_files
 
 FLOAT64_LIMIT = 1e-9
 FLOAT64_LIMIT_MOE = 1e-6
 TIMEOUT_S = 300.0
-STYLE = Style(logprobs=True)
 
 TINY = "--prefix-reuse on --dtype float64 --model tiny --num-layers 2"
 EXPERTS = (
@@ -35,29 +31,9 @@ EXPERTS = (
 EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """Puts back what the last case patched in a process; then a fault."""
-
-    mutant: Callable[[], None] | None = None
-
-    def __call__(self) -> None:
-        restore()
-        if self.mutant is not None:
-            self.mutant()
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    batches = {
-        "groups": two_level_groups(4, 4, seed=1, style=STYLE),
-        "chains": stepwise_chains(3, 4, prompt_tokens=24, turn_tokens=12, seed=3, style=STYLE),
-        "trees": trees(3, 3, 2, seed=4, style=STYLE),
-    }
-    folder: Path = tmp_path_factory.mktemp("trajectories")
-    for name, batch in batches.items():
-        write_trajectories(folder / f"{name}.jsonl", batch)
-    return {name: str(folder / f"{name}.jsonl") for name in batches}
+    return write_small_files(tmp_path_factory.mktemp("trajectories"))
 
 
 @pytest.fixture(scope="module")
