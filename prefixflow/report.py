@@ -102,7 +102,7 @@ def report_plan(step: PlannedStep, *, context_kv: ContextKVChoice | None = None)
     """
     plan, trajectories, memory = step.plan, step.trajectories, step.memory
     tables = [rank_table(plan, rank) for rank in range(len(plan.ranks))]
-    leads = [lead(forwards_needed(backward_order(table.reads))) for table in tables]
+    leads = [lead(forwards_needed(backward_order(table.reads, table.after), table.after)) for table in tables]
     by_stage = _largest_moments(step)
     states = [memory.state(rank) for rank in range(memory.pipeline_parallel)]
     rows = segment_row_counts(plan.forest, trajectories)

@@ -73,6 +73,18 @@ def current_groups(*, with_channels: bool = True) -> Groups:
     )
 
 
+def planning_group(groups: Groups, expert_block: int) -> dist.ProcessGroup:
+    """The ranks that run one plan together: those of one model, of every `expert_block` data-parallel ranks that exchange
+    tokens. Collective over the world."""
+    blocks: list[int] = [0] * dist.get_world_size()
+    own = groups.data_rank // expert_block
+    dist.all_gather_object(blocks, own)
+    made = {}
+    for block in sorted(set(blocks)):
+        made[block] = dist.new_group([rank for rank, its_block in enumerate(blocks) if its_block == block])
+    return made[own]
+
+
 def _channels(pipeline: dist.ProcessGroup) -> dict[Channel, dist.ProcessGroup]:
     """A group per channel over the ranks of `pipeline`: directions must not wait for each other."""
     if pipeline.size() == 1:

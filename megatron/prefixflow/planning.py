@@ -41,11 +41,17 @@ class MemorySettings:
         return self.choice.memory_plan(plan, data_rank, pipeline_rank, self.model, self.host, training=training)
 
     def fitted(
-        self, trajectories: Sequence[Trajectory], config: PlanConfig, omit: Collection[int] = ()
+        self,
+        trajectories: Sequence[Trajectory],
+        config: PlanConfig,
+        omit: Collection[int] = (),
+        *,
+        placement: Sequence[int] | None = None,
+        joint: Sequence[int] | None = None,
     ) -> tuple[Plan, MemorySettings]:
-        """The plan of a step and how it is run; ValueError where nothing fits the budget."""
+        """The plan of a step (arguments as `build_plan`) and how it is run; ValueError where nothing fits the budget."""
         if self.budget_bytes is None:
-            return plan_pipeline(trajectories, config, omit=omit), self
+            return plan_pipeline(trajectories, config, omit=omit, placement=placement, joint=joint), self
         fit, context = fit_with_context(
             trajectories,
             config,
@@ -55,6 +61,8 @@ class MemorySettings:
             policies=self.policies,
             kv_budget_bytes=self.kv_budget_bytes,
             omit=omit,
+            placement=placement,
+            joint=joint,
             host=self.host,
         )
         return fit.plan, replace(self, choice=fit.choice, model=replace(self.model, context_kv=context.kv))
@@ -89,9 +97,28 @@ def plan_step(
     return plan
 
 
-def _agree_on(plan: Plan, further: str = "") -> None:
+def plan_calls(
+    trajectories: Sequence[Trajectory],
+    config: PlanConfig,
+    memory: MemorySettings | None,
+    *,
+    placement: Sequence[int],
+    joint: Sequence[int],
+    group: dist.ProcessGroup,
+) -> tuple[Plan, MemorySettings | None]:
+    """The plan of a step of placed trajectories with loss calls (`build_plan`), and how it is run; compared with those of the
+    other ranks of `group`, which are all that build it. None for `memory` keeps everything on the device."""
+    if memory is None:
+        plan, fitted = plan_pipeline(trajectories, config, placement=placement, joint=joint), None
+    else:
+        plan, fitted = memory.fitted(trajectories, config, placement=placement, joint=joint)
+    _agree_on(plan, "" if fitted is None else f" {fitted.choice} {fitted.model.context_kv}", group)
+    return plan, fitted
+
+
+def _agree_on(plan: Plan, further: str = "", group: dist.ProcessGroup | None = None) -> None:
     tables = "" if plan.config.expert_block == 1 else f" {tables_digest(plan)}"
-    agree(f"{plan.digest}{tables}{further}")
+    agree(f"{plan.digest}{tables}{further}", group)
 
 
 def zero_weight(trajectories: Sequence[Trajectory], loss: LossConfig) -> frozenset[int]:
@@ -101,11 +128,11 @@ def zero_weight(trajectories: Sequence[Trajectory], loss: LossConfig) -> frozens
     )
 
 
-def agree(digest: str) -> None:
-    """Raise on every rank when the ranks have different plans: an error now instead of a hang later."""
-    digests: list[str] = [""] * dist.get_world_size()
+def agree(digest: str, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank of `group` (None: of the world) when they have different plans: an error now instead of a hang later."""
+    digests: list[str] = [""] * dist.get_world_size(group)
     with doing("agreeing on the plan"):
-        dist.all_gather_object(digests, digest)
+        dist.all_gather_object(digests, digest, group=group)
     if len(set(digests)) > 1:
         raise RuntimeError(
             f"The ranks built different plans (digests by rank: {digests}); they must read the same "

@@ -43,7 +43,7 @@ from prefixflow.runtime.cache import KVCache
 from prefixflow.runtime.context import ContextParallel, SplitMicrobatch
 from prefixflow.runtime.host import HostArena, HostTensor
 from prefixflow.runtime.logprobs import RowLogprobs, VocabShard
-from prefixflow.runtime.objective import Objective
+from prefixflow.runtime.objective import RowObjective
 from prefixflow.runtime.offload import STORAGES_AHEAD, SavedTensors
 from prefixflow.schedule.memory import MemoryModel
 from prefixflow.schedule.residency import ActivationPolicy, MemoryAction, MemoryPlan, Move
@@ -142,7 +142,7 @@ class StageRunner:
         self,
         model: Any,
         workload: Workload,
-        objective: Objective,
+        objective: RowObjective,
         kernel: AttentionKernel,
         cache: KVCache,
         *,
@@ -422,7 +422,7 @@ class LanguageModelHead:
     without it, and scattered back in the gradient.
     """
 
-    def __init__(self, model: Any, objective: Objective, tp_group: Any) -> None:
+    def __init__(self, model: Any, objective: RowObjective, tp_group: Any) -> None:
         self.model = model
         self.objective = objective
         self.tp_group = tp_group

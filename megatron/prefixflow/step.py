@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron.prefixflow.context import kv_traffic, ring_traffic
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.overlap import EarlyReduction
-from megatron.prefixflow.planning import MemorySettings, fit_step, plan_step
+from megatron.prefixflow.planning import MemorySettings, fit_step, plan_calls, plan_step
 from megatron.prefixflow.router import has_router_terms
 from megatron.prefixflow.routing import (
     RouterTotals,
@@ -38,7 +40,7 @@ from prefixflow.runtime.executor import Observer, execute
 from prefixflow.runtime.host import HostArena
 from prefixflow.runtime.links import Links, Topology
 from prefixflow.runtime.loss import LossConfig
-from prefixflow.runtime.objective import Objective, logical_normalizer
+from prefixflow.runtime.objective import Objective, RowObjective, logical_normalizer
 from prefixflow.runtime.trace import together
 from prefixflow.schedule.ops import Op
 from prefixflow.schedule.residency import ActivationPolicy, MemoryPlan, Move
@@ -108,7 +110,7 @@ class StepRunner:
 
     @property
     def has_head(self) -> bool:
-        """True on the last pipeline rank, which scores: elsewhere an `Objective` stays empty."""
+        """True on the last pipeline rank, which scores: elsewhere a `RowObjective` stays empty."""
         return bool(self.chunks[-1].post_process)
 
     @property
@@ -135,6 +137,20 @@ class StepRunner:
         plan, self.memory = fit_step(trajectories, config, loss, self.memory, skip_zero_advantage=skip_zero_advantage)
         return plan
 
+    def plan_calls(
+        self,
+        trajectories: Sequence[Trajectory],
+        config: PlanConfig,
+        *,
+        placement: Sequence[int],
+        joint: Sequence[int],
+        group: dist.ProcessGroup,
+    ) -> Plan:
+        """Plan a step of placed trajectories under a loss that is called (`CalledObjective`), the same on the ranks of `group`
+        (`groups.planning_group`). Under a memory budget passes are run from here on as was chosen for it."""
+        plan, self.memory = plan_calls(trajectories, config, self.memory, placement=placement, joint=joint, group=group)
+        return plan
+
     def forward_backward(
         self,
         plan: Plan,
@@ -150,10 +166,9 @@ class StepRunner:
         objective = self._objective(trajectories, chosen, loss, normalizer, with_entropy)
         for chunk in self.chunks:
             chunk.train()
-        self._run(plan, trajectories, objective, training=True, store=routes)
+        self.run(plan, trajectories, objective, training=True, routes=routes)
         return objective
 
-    @torch.no_grad()
     def score(
         self,
         plan: Plan,
@@ -165,7 +180,7 @@ class StepRunner:
         """Log-probabilities of this rank's trajectories by the same plan, forward only, without graphs."""
         chosen = rank_trajectories(plan, self.groups.data_rank)
         objective = self._objective(trajectories, chosen, None, None, with_entropy)
-        self._run(plan, trajectories, objective, training=False, store=routes)
+        self.run(plan, trajectories, objective, training=False, routes=routes)
         return objective
 
     def _objective(
@@ -187,11 +202,28 @@ class StepRunner:
             with_entropy=with_entropy,
         )
 
+    def run(
+        self,
+        plan: Plan,
+        trajectories: Sequence[Trajectory],
+        objective: RowObjective,
+        *,
+        training: bool,
+        routes: RouteStore | None = None,
+    ) -> None:
+        """Run this rank's part of `plan` under `objective`, of its trajectories: forward and backward, or forward only without
+        graphs. Gradients are not yet reduced. It talks to the ranks of its model and those it exchanges tokens with, to no others.
+        """
+        with nullcontext() if training else torch.no_grad():
+            self._run(plan, trajectories, objective, training=training, store=routes)
+            if self.has_head:
+                objective.finish()
+
     def _run(
         self,
         plan: Plan,
         trajectories: Sequence[Trajectory],
-        objective: Objective,
+        objective: RowObjective,
         *,
         training: bool,
         store: RouteStore | None,

@@ -13,7 +13,7 @@ Invariants (`Forest.assert_invariants`)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prefixflow.ranges import Range
 
@@ -102,6 +102,15 @@ class Forest:
         while (parent := self.segments[path[-1]].parent) is not None:
             path.append(parent)
         return tuple(reversed(path))
+
+    def with_tree_of_each_root(self) -> Forest:
+        """The same segments, each root with a tree of its own: what is not shared binds nothing together."""
+        rows: list[tuple[int | None, int, Range, tuple[int, ...]]] = []
+        num_trees = 0
+        for segment in self.segments:
+            num_trees += segment.parent is None
+            rows.append((segment.parent, num_trees - 1, segment.span, segment.members))
+        return replace(self, segments=renumber(rows), num_trees=num_trees)
 
     def assert_invariants(self) -> None:
         covered = [0] * len(self.lengths)

@@ -9,6 +9,8 @@ Strategy
 3. Else contiguous depth-first cuts of the whole forest, as even as a search for the smallest largest load makes them.
 The lowest largest load wins; among those within 2 % of it, the least work is repeated.
 
+Where the caller has placed the trajectories, their trees go where they are told, and nothing is split or moved.
+
 A split computes the shared path above it on both sides. The pieces are trees of their own from then on.
 
 Invariants
@@ -102,6 +104,39 @@ class Placement:
 
     forest: Forest
     trees: tuple[tuple[int, ...], ...]
+
+    def loads(self, costs: Sequence[float]) -> tuple[float, ...]:
+        """Of each rank; `costs[s]` is the predicted cost of segment s of `forest`."""
+        rank_of = {tree: rank for rank, trees in enumerate(self.trees) for tree in trees}
+        loads = [0.0] * len(self.trees)
+        for segment, cost in zip(self.forest.segments, costs, strict=True):
+            loads[rank_of[segment.tree]] += cost
+        return tuple(loads)
+
+
+def check_given(given: Sequence[int], num_trajectories: int, num_ranks: int) -> None:
+    """Raise ValueError where `given` is no placement of so many trajectories on so many ranks."""
+    if len(given) != num_trajectories:
+        raise ValueError(
+            f"placement: expected a data-parallel rank for each of {num_trajectories} trajectories, got {len(given)}."
+        )
+    outside = [rank for rank in given if not 0 <= rank < num_ranks]
+    if outside:
+        raise ValueError(
+            f"placement: expected data-parallel ranks from 0 to {num_ranks - 1}, got {outside[0]}; set data_parallel_size in "
+            "PlanConfig to the number of ranks that the batch lies on."
+        )
+
+
+def place_as_given(forest: Forest, given: Sequence[int], num_ranks: int) -> Placement:
+    """Each tree on the rank `given[i]` that its trajectories i are to run on; none may hold those of two."""
+    trees: list[list[int]] = [[] for _ in range(num_ranks)]
+    for segment in forest.segments:
+        ranks = {given[member] for member in segment.members}
+        assert len(ranks) == 1, f"{segment} is shared by ranks {sorted(ranks)}"
+        if segment.parent is None:
+            trees[ranks.pop()].append(segment.tree)
+    return Placement(forest, tuple(map(tuple, trees)))
 
 
 def place_forest(forest: Forest, costs: Sequence[float], num_ranks: int) -> Placement:

@@ -2,11 +2,12 @@
 
 Steps: (1) the forest of the batch (reuse off: every trajectory by itself; groups with a long common prefix merged where
 that lowers the most loaded rank); (2) `auto` folds shared segments
-that save less than they cost; (3) trees to ranks, a tree too large for one is split; (4) segments longer than the token
+that save less than they cost, then every root is a tree; (3) trees to ranks, a tree too large for one is split, unless the
+caller has placed the trajectories; (4) segments longer than the token
 budget, or costlier than a microbatch should be, are cut, where reuse is on; (5) microbatches per rank. Pure and deterministic: every rank builds the same plan, and `digest` tells.
 
 Invariants (`Plan.assert_invariants`)
-1. Every tree is on exactly one rank.
+1. Every tree is on exactly one rank, on that of its trajectories where the caller has placed them.
 2. Every trained token of every trajectory that is run is scored exactly once, at its own position, with its own
    label and temperature.
 3. Microbatches keep their own invariants (`prefixflow.plan.microbatch`).
@@ -40,8 +41,9 @@ from prefixflow.plan.batch import MicrobatchArrays, microbatch_arrays, segment_r
 from prefixflow.plan.chunk import chunk_segments
 from prefixflow.plan.cost import CostModel, Costs, MeasuredCosts
 from prefixflow.plan.fold import fold_small_segments
+from prefixflow.plan.joint import check_joint
 from prefixflow.plan.microbatch import Microbatch, pack_microbatches, padded, placed
-from prefixflow.plan.placement import place_forest, place_trees
+from prefixflow.plan.placement import Placement, check_given, place_as_given, place_forest, place_trees
 from prefixflow.trajectories.types import Trajectory, check_trajectories
 
 DEFAULT_MAX_TOKENS = 4096
@@ -142,6 +144,8 @@ class Plan:
     predicted cost, that are computed again because a tree was split over ranks.
     routes: of each trajectory, as it is run, int [positions, moe layers, top-k], with -1 for native routing; route_report: how
     they came about. Both None without replay.
+    placement: the rank that the caller wanted for each trajectory; None where the plan chose. joint: the loss call of each
+    (`prefixflow.plan.joint`); None where each has a loss of its own.
     """
 
     config: PlanConfig
@@ -158,6 +162,8 @@ class Plan:
     digest: str
     routes: tuple[np.ndarray, ...] | None = field(default=None, compare=False, repr=False)
     route_report: RouteReport | None = None
+    placement: tuple[int, ...] | None = None
+    joint: tuple[int, ...] | None = None
 
     @property
     def bound(self) -> float:
@@ -189,7 +195,7 @@ class Plan:
             if self.config.equal_tokens:
                 assert len({m.num_physical_tokens for rank in block for m in rank}) <= 1, "unequal physical tokens"
         scores = _Scores(trajectories)
-        for trees, rank in zip(self.trees, self.ranks, strict=True):
+        for number, (trees, rank) in enumerate(zip(self.trees, self.ranks, strict=True)):
             packing.assert_invariants(
                 self.forest,
                 rank,
@@ -199,6 +205,9 @@ class Plan:
             packed = {self.forest.segments[s].tree for m in rank for s in m.segments}
             with_segments = {s.tree for s in self.forest.segments}
             assert packed == set(trees) & with_segments, "a rank packs other trees than its own"
+            held = {member for s in self.forest.segments if s.tree in trees for member in s.members}
+            strangers = {member for member in held if self.placement and self.placement[member] != number}
+            assert not strangers, f"rank {number} runs trajectories {sorted(strangers)} of other ranks"
             for m in rank:
                 arrays = microbatch_arrays(self.forest, m, trajectories, self.routes)
                 scores.add(m.id, arrays)
@@ -267,90 +276,129 @@ class Sharing:
     split_loss: float
     routes: tuple[np.ndarray, ...] | None = field(default=None, compare=False, repr=False)
     route_report: RouteReport | None = None
+    placement: tuple[int, ...] | None = None
+    joint: tuple[int, ...] | None = None
 
 
-def build_plan(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: Collection[int] = ()) -> Plan:
-    """Plan one step. `omit`: trajectories that stay outside the backward problem (zero weight).
+def build_plan(
+    trajectories: Sequence[Trajectory],
+    config: PlanConfig,
+    *,
+    omit: Collection[int] = (),
+    placement: Sequence[int] | None = None,
+    joint: Sequence[int] | None = None,
+) -> Plan:
+    """Plan one step.
 
-    Raises ValueError for a batch that is empty or repeats an id, and when reuse is off and a trajectory is longer
-    than the token budget.
+    omit: trajectories that stay outside the backward problem (zero weight).
+    placement: data-parallel rank that is to run each trajectory; nothing is shared across ranks then. None lets the plan choose.
+    joint: number of the loss call of each trajectory (`prefixflow.plan.joint`). None: each has a loss of its own.
+
+    Raises ValueError for a batch that is empty or repeats an id, when reuse is off and a trajectory is longer than the token
+    budget, and where `placement` or `joint` cannot be kept.
     """
-    return pack_plan(trajectories, config, share_prefixes(trajectories, config, omit=omit))
+    sharing = share_prefixes(trajectories, config, omit=omit, placement=placement, joint=joint)
+    return pack_plan(trajectories, config, sharing)
 
 
-def share_prefixes(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: Collection[int] = ()) -> Sharing:
-    """The forest of `trajectories` under the configuration's `prefix_reuse`, on its ranks; errors as `build_plan`."""
+def share_prefixes(
+    trajectories: Sequence[Trajectory],
+    config: PlanConfig,
+    *,
+    omit: Collection[int] = (),
+    placement: Sequence[int] | None = None,
+    joint: Sequence[int] | None = None,
+) -> Sharing:
+    """The forest of `trajectories` under the configuration's `prefix_reuse`, on its ranks; arguments, errors as `build_plan`."""
     check_trajectories(trajectories)
-    if config.route_mismatch is None:
-        return _share_prefixes(trajectories, config, omit, None)
-    routes, report = resolve_routes(trajectories, config.route_mismatch)
-    sharing = _share_prefixes(trajectories, config, omit, routes)
-    return replace(sharing, routes=routes, route_report=report)
-
-
-def _share_prefixes(
-    trajectories: Sequence[Trajectory],
-    config: PlanConfig,
-    omit: Collection[int],
-    routes: Sequence[np.ndarray] | None,
-) -> Sharing:
-    dense = build_forest(trajectories, dense_trees=None, omit=omit)
-    if config.prefix_reuse is PrefixReuse.OFF:
-        _refuse_long(dense, trajectories, config)
-        return _placed(dense, dense, 0, trajectories, config)
-    own = _shared(trajectories, config, dense, omit, routes, None)
-    if config.merge_groups is MergeGroups.OFF:
-        return own
-    labels = merged_labels(trajectories, MERGED_PREFIX_TOKENS, omit=omit)
-    if labels is None:
-        return own
-    merged = _shared(trajectories, config, dense, omit, routes, labels)
-    return merged if max(merged.rank_loads) <= MERGE_GAIN * max(own.rank_loads) else own
-
-
-def _shared(
-    trajectories: Sequence[Trajectory],
-    config: PlanConfig,
-    dense: Forest,
-    omit: Collection[int],
-    routes: Sequence[np.ndarray] | None,
-    labels: Sequence[str] | None,
-) -> Sharing:
-    """Prefixes shared within groups, or within the labels that merge them."""
-    is_worth_a_trie = labels is not None or may_share(trajectories, omit=omit)
-    forest = build_forest(trajectories, omit=omit, labels=labels, routes=routes) if is_worth_a_trie else dense
-    if config.prefix_reuse is PrefixReuse.ON or forest is dense:
-        return _placed(forest, dense, 0, trajectories, config)
-    folded = fold_small_segments(forest, config.deciding.sharing)
-    num_fallback_groups = len(_sharing_groups(forest, trajectories) - _sharing_groups(folded, trajectories))
-    return _placed(folded, dense, num_fallback_groups, trajectories, config)
-
-
-def _placed(
-    forest: Forest, dense: Forest, num_fallback_groups: int, trajectories: Sequence[Trajectory], config: PlanConfig
-) -> Sharing:
-    priced_dense = _Priced.of(dense, trajectories, config)
-    priced = priced_dense if forest is dense else _Priced.of(forest, trajectories, config)
-    placement = place_forest(forest, priced.costs, config.data_parallel_size)
-    placed, priced_placed = placement.forest, priced
-    if placed is not forest:
-        priced_placed = _Priced.of(placed, trajectories, config)
-    rank_of = {tree: rank for rank, trees in enumerate(placement.trees) for tree in trees}
-    loads = [0.0] * config.data_parallel_size
-    for segment, cost in zip(placed.segments, priced_placed.costs, strict=True):
-        loads[rank_of[segment.tree]] += cost
-    return Sharing(
-        forest=placed,
-        rows=tuple(priced_placed.rows),
-        trees=placement.trees,
-        rank_loads=tuple(loads),
-        baseline_rank_load=_rank_load(priced_dense.costs, config.data_parallel_size),
-        baseline_flops=priced_dense.flops,
-        reuse_flops=priced.flops,
-        num_fallback_groups=num_fallback_groups,
-        split_loss_tokens=placed.computed_tokens - forest.computed_tokens,
-        split_loss=sum(priced_placed.costs) - sum(priced.costs),
+    if placement is not None:
+        check_given(placement, len(trajectories), config.data_parallel_size)
+    if joint is not None:
+        check_joint(joint, trajectories, placement, config.data_parallel_size, omit)
+    routes, report = None, None
+    if config.route_mismatch is not None:
+        routes, report = resolve_routes(trajectories, config.route_mismatch)
+    given = None if placement is None else tuple(map(int, placement))
+    return replace(
+        _Sharer(trajectories, config, omit, routes, given).share(),
+        routes=routes,
+        route_report=report,
+        placement=given,
+        joint=None if joint is None else tuple(map(int, joint)),
     )
+
+
+class _Sharer:
+    """Finds what is shared: builds forests of one batch and places them."""
+
+    def __init__(
+        self,
+        trajectories: Sequence[Trajectory],
+        config: PlanConfig,
+        omit: Collection[int],
+        routes: Sequence[np.ndarray] | None,
+        placement: Sequence[int] | None,
+    ) -> None:
+        self._trajectories = trajectories
+        self._config = config
+        self._omit = omit
+        self._routes = routes
+        self._placement = placement
+        self._dense = build_forest(trajectories, dense_trees=None, omit=omit)
+        self._priced_dense = _Priced.of(self._dense, trajectories, config)
+
+    def share(self) -> Sharing:
+        if self._config.prefix_reuse is PrefixReuse.OFF:
+            _refuse_long(self._dense, self._trajectories, self._config)
+            return self._placed(self._dense, 0)
+        own = self._shared(None)
+        if self._config.merge_groups is MergeGroups.OFF:
+            return own
+        labels = merged_labels(self._trajectories, MERGED_PREFIX_TOKENS, omit=self._omit)
+        if labels is None:
+            return own
+        merged = self._shared(labels)
+        return merged if max(merged.rank_loads) <= MERGE_GAIN * max(own.rank_loads) else own
+
+    def _shared(self, labels: Sequence[str] | None) -> Sharing:
+        """Prefixes shared within groups, or within the labels that merge them; under a placement, within ranks too."""
+        if labels is None and not may_share(self._trajectories, omit=self._omit):
+            return self._placed(self._dense, 0)
+        if self._placement is not None:
+            groups = labels or [t.group for t in self._trajectories]
+            labels = [f"{rank} {group}" for rank, group in zip(self._placement, groups, strict=True)]
+        forest = build_forest(self._trajectories, omit=self._omit, labels=labels, routes=self._routes)
+        if self._config.prefix_reuse is PrefixReuse.ON:
+            return self._placed(forest, 0)
+        folded = fold_small_segments(forest, self._config.deciding.sharing)
+        groups_run_dense = _sharing_groups(forest, self._trajectories) - _sharing_groups(folded, self._trajectories)
+        return self._placed(folded, len(groups_run_dense))
+
+    def _placed(self, forest: Forest, num_fallback_groups: int) -> Sharing:
+        config, num_ranks = self._config, self._config.data_parallel_size
+        priced = self._priced_dense if forest is self._dense else _Priced.of(forest, self._trajectories, config)
+        forest, dense = forest.with_tree_of_each_root(), self._dense.with_tree_of_each_root()
+        if self._placement is None:
+            placement = place_forest(forest, priced.costs, num_ranks)
+            baseline = Placement(dense, place_trees(self._priced_dense.costs, num_ranks))
+        else:
+            placement = place_as_given(forest, self._placement, num_ranks)
+            baseline = place_as_given(dense, self._placement, num_ranks)
+        priced_placed = priced
+        if placement.forest is not forest:
+            priced_placed = _Priced.of(placement.forest, self._trajectories, config)
+        return Sharing(
+            forest=placement.forest,
+            rows=tuple(priced_placed.rows),
+            trees=placement.trees,
+            rank_loads=placement.loads(priced_placed.costs),
+            baseline_rank_load=max(baseline.loads(self._priced_dense.costs)),
+            baseline_flops=self._priced_dense.flops,
+            reuse_flops=priced.flops,
+            num_fallback_groups=num_fallback_groups,
+            split_loss_tokens=placement.forest.computed_tokens - forest.computed_tokens,
+            split_loss=sum(priced_placed.costs) - sum(priced.costs),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,11 +414,6 @@ class _Priced:
         rows = segment_row_counts(forest, trajectories)
         costs = config.deciding.segment_costs(forest, rows)
         return cls(rows, costs, sum(costs) if config.measured is None else config.cost.forest_flops(forest, rows))
-
-
-def _rank_load(loads: Sequence[float], num_ranks: int) -> float:
-    """Of the most loaded rank."""
-    return max(sum(loads[t] for t in trees) for trees in place_trees(loads, num_ranks))
 
 
 def pack_plan(
@@ -392,7 +435,8 @@ def pack_plan(
         pack_microbatches, forest, max_tokens=config.usable_tokens, multiple=config.token_multiple, costs=costs
     )
     packed = [pack(trees, max_cost=max_cost) for trees in sharing.trees]
-    order = _block_order([len(microbatches) for microbatches in packed], config.expert_block)
+    counts = [len(microbatches) for microbatches in packed]
+    order = _block_order(counts, config.expert_block) if sharing.placement is None else range(len(counts))
     spread = [
         _spread_over(
             packed[rank],
@@ -415,9 +459,11 @@ def pack_plan(
         num_fallback_groups=sharing.num_fallback_groups,
         split_loss_tokens=sharing.split_loss_tokens,
         split_loss=sharing.split_loss,
-        digest=_digest(config, forest, ranks, trajectories, sharing.routes),
+        digest=_digest(config, forest, ranks, trajectories, sharing),
         routes=sharing.routes,
         route_report=sharing.route_report,
+        placement=sharing.placement,
+        joint=sharing.joint,
     )
 
 
@@ -499,7 +545,7 @@ def _digest(
     forest: Forest,
     ranks: tuple[tuple[Microbatch, ...], ...],
     trajectories: Sequence[Trajectory],
-    routes: Sequence[np.ndarray] | None,
+    sharing: Sharing,
 ) -> str:
     """Hash of all that the ranks must agree on, tokens, loss masks and replayed routes too; compared before the first collective.
 
@@ -507,12 +553,12 @@ def _digest(
     """
     segments = [(s.parent, s.tree, s.span.start, s.span.stop, s.members) for s in forest.segments]
     packed = [[(m.segments, m.num_physical_tokens, m.reads) for m in rank] for rank in ranks]
-    digest = hashlib.sha256(repr((config, segments, sorted(forest.omitted), packed)).encode())
+    digest = hashlib.sha256(repr((config, segments, sorted(forest.omitted), packed, sharing.joint)).encode())
     for trajectory in trajectories:
         # No vocabulary needs more than 32 bits, and half of the bytes are hashed in half of the time.
         digest.update(trajectory.tokens.astype(np.int32).data)
         digest.update(np.ascontiguousarray(trajectory.loss_mask).data)
         digest.update(repr(trajectory.temperature).encode())
-    for array in routes or ():
+    for array in sharing.routes or ():
         digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()[:16]

@@ -7,8 +7,10 @@ pass.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -71,8 +73,104 @@ class Entries:
         return np.concatenate(parts)
 
 
-class Objective:
-    """Collects log-probabilities and hands out their loss gradient.
+class RowObjective(Protocol):
+    """What running a step asks of its loss.
+
+    vocab_size: real tokens of the vocabulary. needs_entropy: whether F computes entropies too.
+    """
+
+    vocab_size: int
+    needs_entropy: bool
+
+    def entry_index(self, trajectory: np.ndarray, token: np.ndarray) -> Tensor:
+        """Numbers [E] by which `record` and `row_gradients` know (trajectory, token) pairs."""
+        ...
+
+    def record(self, entry_index: Tensor, logprobs: Tensor, entropy: Tensor | None) -> None:
+        """F has scored these entries, [E] each."""
+        ...
+
+    def row_gradients(self, entry_index: Tensor, entry_row: Tensor, num_rows: int) -> RowGradients:
+        """B asks for the loss gradient of its rows; entry e stands at row `entry_row[e]`."""
+        ...
+
+    def finish(self) -> None:
+        """All operations of the pass have run, on a rank that scores."""
+        ...
+
+
+class ScoredEntries(ABC):
+    """Log-probabilities of entries as F records them, and their loss gradients, formed when B needs them.
+
+    chosen: indices of the trajectories of this rank.
+    dtype: of log-probabilities, float64 or float32.
+    """
+
+    def __init__(
+        self,
+        trajectories: Sequence[Trajectory],
+        chosen: Sequence[int],
+        *,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        needs_entropy: bool,
+    ) -> None:
+        self.entries = Entries(trajectories, chosen)
+        self.vocab_size = vocab_size
+        self.needs_entropy = needs_entropy
+        self.logprobs = torch.full((len(self.entries),), torch.nan, dtype=dtype, device=device)
+        self.entropy = torch.zeros_like(self.logprobs) if needs_entropy else None
+        self._device = device
+        self._recorded = np.zeros(len(self.entries), bool)
+        self._grad_logprobs = torch.zeros_like(self.logprobs)
+        self._grad_entropy = torch.zeros_like(self.logprobs) if needs_entropy else None
+
+    def entry_index(self, trajectory: np.ndarray, token: np.ndarray) -> Tensor:
+        """Entry numbers of (trajectory, token) pairs."""
+        return torch.from_numpy(self.entries.index(trajectory, token)).to(self._device)
+
+    def record(self, entry_index: Tensor, logprobs: Tensor, entropy: Tensor | None) -> None:
+        """Keep the log-probabilities (and entropies) of these entries; each entry is recorded once."""
+        index = entry_index.cpu().numpy()
+        assert not self._recorded[index].any(), "an entry was scored twice"
+        self._recorded[index] = True
+        self.logprobs[entry_index] = logprobs.to(self.logprobs.dtype)
+        if self.entropy is not None:
+            assert entropy is not None
+            self.entropy[entry_index] = entropy.to(self.logprobs.dtype)
+
+    def row_gradients(self, entry_index: Tensor, entry_row: Tensor, num_rows: int) -> RowGradients:
+        """Loss gradient of rows: the sum over the entries that share a row."""
+        owners = np.unique(np.searchsorted(self.entries.starts, entry_index.cpu().numpy(), side="right") - 1)
+        with_entropy = self._form(owners)
+        grad_logprobs = self.logprobs.new_zeros(num_rows)
+        grad_logprobs.index_add_(0, entry_row, self._grad_logprobs[entry_index])
+        if not with_entropy:
+            return RowGradients(grad_logprobs, None)
+        assert self._grad_entropy is not None
+        grad_entropy = self.logprobs.new_zeros(num_rows)
+        grad_entropy.index_add_(0, entry_row, self._grad_entropy[entry_index])
+        return RowGradients(grad_logprobs, grad_entropy)
+
+    def trajectory_logprobs(self) -> dict[int, np.ndarray]:
+        """Log-probabilities of each trajectory's trained tokens, by trajectory index."""
+        values = self.logprobs.double().cpu().numpy()
+        starts = self.entries.starts
+        return {i: values[starts[k] : starts[k + 1]] for k, i in enumerate(self.entries.chosen)}
+
+    @abstractmethod
+    def finish(self) -> None:
+        """All operations of the pass have run."""
+
+    @abstractmethod
+    def _form(self, owners: np.ndarray) -> bool:
+        """Form the gradients of the entries of these trajectories (places in `chosen`), where that has not happened yet;
+        whether any entropy has one."""
+
+
+class Objective(ScoredEntries):
+    """Our own losses: a trajectory's coefficients are formed once its whole path is scored.
 
     chosen: indices of the trajectories that this rank runs.
     config: None for a pass that only scores (old-policy, reference).
@@ -91,62 +189,34 @@ class Objective:
         normalizer: Normalizer | None = None,
         with_entropy: bool = False,
     ) -> None:
-        self.entries = Entries(trajectories, chosen)
-        self.vocab_size = vocab_size
-        self.needs_entropy = with_entropy or (config is not None and config.needs_entropy)
+        super().__init__(
+            trajectories,
+            chosen,
+            vocab_size=vocab_size,
+            dtype=dtype,
+            device=device,
+            needs_entropy=with_entropy or (config is not None and config.needs_entropy),
+        )
         self._config = config
         self._normalizer = normalizer
-        self._device = device
-        self.logprobs = torch.full((len(self.entries),), torch.nan, dtype=dtype, device=device)
-        self.entropy = torch.zeros_like(self.logprobs) if self.needs_entropy else None
-        self._recorded = np.zeros(len(self.entries), bool)
         self._formed = np.zeros(len(self.entries.chosen), bool)
-        self._grad_logprobs = torch.zeros_like(self.logprobs)
-        self._grad_entropy = torch.zeros_like(self.logprobs) if self.needs_entropy else None
         self.terms: LossTerms | None = None
         self._table = self._entry_table(trajectories) if config is not None else None
 
-    def entry_index(self, trajectory: np.ndarray, token: np.ndarray) -> Tensor:
-        """Entry numbers of (trajectory, token) pairs."""
-        return torch.from_numpy(self.entries.index(trajectory, token)).to(self._device)
+    def finish(self) -> None:
+        """Every trajectory's coefficients were formed by the backwards that needed them."""
 
-    def record(self, entry_index: Tensor, logprobs: Tensor, entropy: Tensor | None) -> None:
-        """Keep the log-probabilities (and entropies) of these entries; each entry is recorded once."""
-        index = entry_index.cpu().numpy()
-        assert not self._recorded[index].any(), "an entry was scored twice"
-        self._recorded[index] = True
-        self.logprobs[entry_index] = logprobs.to(self.logprobs.dtype)
-        if self.entropy is not None:
-            assert entropy is not None
-            self.entropy[entry_index] = entropy.to(self.logprobs.dtype)
+    def _form(self, owners: np.ndarray) -> bool:
+        assert self._config is not None
+        owners = owners[~self._formed[owners]]
+        if len(owners):
+            self._form_coefficients(owners)
+        return self._config.needs_entropy
 
-    def row_gradients(self, entry_index: Tensor, entry_row: Tensor, num_rows: int) -> RowGradients:
-        """Loss gradient of rows: the sum over the entries that share a row."""
-        self._form(entry_index)
-        grad_logprobs = self.logprobs.new_zeros(num_rows)
-        grad_logprobs.index_add_(0, entry_row, self._grad_logprobs[entry_index])
-        if self._config is None or not self._config.needs_entropy:
-            return RowGradients(grad_logprobs, None)
-        assert self._grad_entropy is not None
-        grad_entropy = self.logprobs.new_zeros(num_rows)
-        grad_entropy.index_add_(0, entry_row, self._grad_entropy[entry_index])
-        return RowGradients(grad_logprobs, grad_entropy)
-
-    def trajectory_logprobs(self) -> dict[int, np.ndarray]:
-        """Log-probabilities of each trajectory's trained tokens, by trajectory index."""
-        values = self.logprobs.double().cpu().numpy()
-        starts = self.entries.starts
-        return {i: values[starts[k] : starts[k + 1]] for k, i in enumerate(self.entries.chosen)}
-
-    def _form(self, entry_index: Tensor) -> None:
-        """Form the coefficients of the trajectories of these entries, where that has not happened yet."""
+    def _form_coefficients(self, owners: np.ndarray) -> None:
         assert self._config is not None
         assert self._table is not None
         assert self._normalizer is not None
-        owners = np.unique(np.searchsorted(self.entries.starts, entry_index.cpu().numpy(), side="right") - 1)
-        owners = owners[~self._formed[owners]]
-        if not len(owners):
-            return
         self._formed[owners] = True
         self._fill_old_logprobs(owners)
         formed = coefficients(
@@ -185,15 +255,6 @@ class Objective:
             advantages=self._column(trajectories, "advantages"),
             **fields,
         )
-
-    def _is_given(self, trajectories: Sequence[Trajectory], name: str) -> bool:
-        given = {getattr(trajectories[i], name) is not None for i in self.entries.chosen}
-        if len(given) > 1 and name == "old_logprobs":
-            raise ValueError(
-                "old_logprobs: expected in all trajectories of the step or in none, got both; score the missing ones "
-                "first (megatron.prefixflow.step.complete_logprobs)."
-            )
-        return given == {True}
 
     def _column(self, trajectories: Sequence[Trajectory], name: str) -> Tensor:
         values = torch.from_numpy(np.ascontiguousarray(self.entries.gather(trajectories, name)))

@@ -42,6 +42,8 @@ def fit_with_context(
     policies: Sequence[ActivationPolicy] = AUTO,
     kv_budget_bytes: int | None = None,
     omit: Collection[int] = (),
+    placement: Sequence[int] | None = None,
+    joint: Sequence[int] | None = None,
     host: HostLink | None = None,
 ) -> tuple[Fit, ContextKVChoice]:
     """`fit_plan` with K/V where `wanted` says. None takes `GATHER` where a step fits that keeps everything on the device, else
@@ -56,6 +58,8 @@ def fit_with_context(
             policies=allowed,
             kv_budget_bytes=kv_budget_bytes,
             omit=omit,
+            placement=placement,
+            joint=joint,
             host=host,
         )
 

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.plan import Plan, PlanConfig
@@ -138,11 +139,14 @@ def fit_plan(
     policies: Sequence[ActivationPolicy] = AUTO,
     kv_budget_bytes: int | None = None,
     omit: Collection[int] = (),
+    placement: Sequence[int] | None = None,
+    joint: Sequence[int] | None = None,
     host: HostLink | None = None,
 ) -> Fit:
     """The fastest way to run a step whose predicted peak, state included, is within `budget_bytes` on every rank.
 
-    policies: that dormant activations may get; kv_budget_bytes: given by the user, else chosen.
+    policies: that dormant activations may get; kv_budget_bytes: given by the user, else chosen. omit, placement, joint: as
+    `build_plan`.
 
     Raises:
         ValueError: nothing fits; the message says by how much, and what would. And what planning raises.
@@ -150,7 +154,7 @@ def fit_plan(
     judge = Judge(trajectories, memory, host)
     best: Fit | None = None
     least: Fit | None = None
-    for plan in _plans(trajectories, config, omit):
+    for plan in _plans(config, partial(plan_pipeline, trajectories, omit=omit, placement=placement, joint=joint)):
         for fit in _choices(
             judge, plan, budget_bytes, policies, kv_budget_bytes, math.inf if best is None else best.time
         ):
@@ -170,12 +174,12 @@ def fit_plan(
     raise ValueError(_refusal(least, memory, budget_bytes))
 
 
-def _plans(trajectories: Sequence[Trajectory], config: PlanConfig, omit: Collection[int]) -> Iterator[Plan]:
+def _plans(config: PlanConfig, plan_for: Callable[[PlanConfig], Plan]) -> Iterator[Plan]:
     """Under falling token budgets, each with the default lead and, in a pipeline, with the shortest; none twice."""
     last: Plan | None = None
     for max_tokens in _token_budgets(config):
         try:
-            plan = plan_pipeline(trajectories, replace(config, max_tokens_per_microbatch=max_tokens), omit=omit)
+            plan = plan_for(replace(config, max_tokens_per_microbatch=max_tokens))
         except ValueError:
             # Without reuse a trajectory must fit one microbatch; the budget asked for decides whether that is an error.
             if last is None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.cost import Costs
+from prefixflow.plan.joint import forwards_before_loss
 from prefixflow.plan.plan import Plan, PlanConfig, pack_plan, share_prefixes
 from prefixflow.schedule.predict import StageCosts
 from prefixflow.schedule.simulate import Timeline
@@ -27,9 +28,16 @@ GAIN_OF_MORE = 0.98
 MOST_MICROBATCHES_PER_RANK = 192
 
 
-def plan_pipeline(trajectories: Sequence[Trajectory], config: PlanConfig, *, omit: Collection[int] = ()) -> Plan:
-    """The plan for the configuration's pipeline; errors as `build_plan`, which it is for one stage."""
-    sharing = share_prefixes(trajectories, config, omit=omit)
+def plan_pipeline(
+    trajectories: Sequence[Trajectory],
+    config: PlanConfig,
+    *,
+    omit: Collection[int] = (),
+    placement: Sequence[int] | None = None,
+    joint: Sequence[int] | None = None,
+) -> Plan:
+    """The plan for the configuration's pipeline; arguments and errors as `build_plan`, which it is for one stage."""
+    sharing = share_prefixes(trajectories, config, omit=omit, placement=placement, joint=joint)
     plan = pack_plan(trajectories, config, sharing)
     if config.pipeline_size == 1:
         return plan
@@ -70,7 +78,8 @@ def rank_table(plan: Plan, data_rank: int, *, training: bool = True) -> OpTable:
     reads, num_ranks, num_chunks = block_reads(plan, data_rank), config.pipeline_size, config.num_chunks
     if not training:
         return build_forward_table(reads, num_ranks=num_ranks, num_chunks=num_chunks)
-    return build_table(reads, num_ranks=num_ranks, num_chunks=num_chunks, window=config.lead_window)
+    after = block_after(plan, data_rank)
+    return build_table(reads, num_ranks=num_ranks, num_chunks=num_chunks, window=config.lead_window, after=after)
 
 
 def with_lead_window(plan: Plan, window: int) -> Plan:
@@ -87,6 +96,16 @@ def block_reads(plan: Plan, data_rank: int) -> list[tuple[int, ...]]:
     """
     together = zip(*(plan.ranks[rank] for rank in plan.config.block_of(data_rank)), strict=True)
     return [tuple(sorted({read for m in row for read in m.reads})) for row in together]
+
+
+def block_after(plan: Plan, data_rank: int) -> tuple[int, ...]:
+    """How many forwards must have run before each backward so that every loss call that it takes part in (`Plan.joint`) is
+    scored; empty where each trajectory has a loss of its own. The largest of the ranks that exchange tokens."""
+    if plan.joint is None:
+        return ()
+    block = plan.config.block_of(data_rank)
+    counts = (forwards_before_loss(plan.joint, plan.forest, plan.ranks[rank]) for rank in block)
+    return tuple(map(max, zip(*counts, strict=True)))
 
 
 def tables_digest(plan: Plan) -> str:

@@ -16,13 +16,17 @@ max_k(N(k) - k + 1) + e microbatches are alive on a rank.
   interleaved order.
 * windowed: N(k) = k - 1 + max over the next `window` backwards of (need_j - j + 1).
 
+A loss that is formed from several microbatches together (`prefixflow.plan.plan.Plan.joint`) adds to what a backward needs:
+the last stage must have run the first `after[m]` microbatches forward before B(m), which raises need and with it every N.
+
 Ranks that exchange tokens (expert parallelism) run one table: their m-th microbatches meet in F and must meet again in B.
 It is built from what these read between them, and the ranks fill up with dummy microbatches
 (`prefixflow.schedule.search.rank_table`).
 
 Invariants (`validate`)
 1. Every microbatch of the list has one F, and (when training) one B, on every stage; a stage stands on one rank.
-2. F(m) follows F of what m reads; B(m) follows its own F and B of everything that reads m.
+2. F(m) follows F of what m reads; B(m) follows its own F, F of the first `after[m]` microbatches and B of everything that
+   reads m.
 """
 
 from __future__ import annotations
@@ -30,9 +34,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prefixflow.schedule.ops import Kind, Op, backward, forward
-from prefixflow.schedule.order import backward_order, forwards_needed
+from prefixflow.schedule.order import backward_order
 
 SMALLEST_WINDOW = 2
 """Backwards ahead: with the next one in sight, a rank begins the next group before it ends the last one."""
@@ -48,20 +53,22 @@ class LeadPolicy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class OpTable:
-    """`rows[r]` are the operations of pipeline rank r; `reads[m]` the microbatches that m reads."""
+    """`rows[r]` are the operations of pipeline rank r; `reads[m]` the microbatches that m reads; `after[m]` how many
+    microbatches must have run forward before B(m), empty where the reads say it all."""
 
     rows: tuple[tuple[Op, ...], ...]
     reads: tuple[tuple[int, ...], ...]
+    after: tuple[int, ...] = ()
 
     def to_csv(self) -> str:
         """One line per rank, operations separated by commas."""
         return "".join(",".join(map(str, row)) + "\n" for row in self.rows)
 
     @classmethod
-    def from_csv(cls, text: str, reads: Sequence[Sequence[int]]) -> OpTable:
+    def from_csv(cls, text: str, reads: Sequence[Sequence[int]], after: Sequence[int] = ()) -> OpTable:
         """Inverse of `to_csv`; the graph does not stand in the text."""
         rows = tuple(tuple(Op.parse(cell) for cell in line.split(",") if cell) for line in text.splitlines())
-        return cls(rows, tuple(tuple(r) for r in reads))
+        return cls(rows, tuple(tuple(r) for r in reads), tuple(after))
 
 
 def build_table(
@@ -71,13 +78,14 @@ def build_table(
     num_chunks: int = 1,
     policy: LeadPolicy | None = None,
     window: int | None = None,
+    after: Sequence[int] = (),
 ) -> OpTable:
     """Training table of `num_ranks` pipeline ranks with `num_chunks` model chunks each.
 
-    Default policy: lazy for one rank, else windowed over the next 3p/4 backwards (at least 2), 3pv with v > 1 chunks. Raises
+    after: of each microbatch, how many must have run forward on the last stage before its backward; empty for none. Default policy: lazy for one rank, else windowed over the next 3p/4 backwards (at least 2), 3pv with v > 1 chunks. Raises
     ValueError when several chunks are asked for and the number of microbatches is not a multiple of `num_ranks`.
     """
-    orders = _virtual_orders(reads, num_ranks, num_chunks)
+    orders = _virtual_orders(reads, num_ranks, num_chunks, after)
     policy = policy or (LeadPolicy.LAZY if num_ranks == 1 else LeadPolicy.WINDOWED)
     if num_chunks == 1:
         num_forwards = _forwards_before(orders.need, policy, window or max(SMALLEST_WINDOW, 3 * num_ranks // 4))
@@ -87,7 +95,7 @@ def build_table(
         num_forwards = _forwards_before(orders.need, policy, window or 3 * num_ranks * num_chunks, slope=1)
         ahead = [[n + 2 * (num_ranks - 1 - rank) for n in num_forwards] for rank in range(num_ranks)]
     rows = tuple(_row(rank, num_ranks, orders, counts) for rank, counts in enumerate(ahead))
-    return OpTable(rows, tuple(tuple(r) for r in reads))
+    return OpTable(rows, tuple(tuple(r) for r in reads), tuple(after))
 
 
 def build_forward_table(reads: Sequence[Sequence[int]], *, num_ranks: int = 1, num_chunks: int = 1) -> OpTable:
@@ -106,27 +114,38 @@ def last_backwards(row: Sequence[Op]) -> dict[int, Op]:
 
 @dataclass(frozen=True, slots=True)
 class _VirtualOrders:
-    """(chunk, microbatch) of a rank's forwards and backwards in order, and `need` of each backward."""
+    """(chunk, microbatch) of a rank's forwards and backwards in order, and `need` of each backward.
+
+    after: of each microbatch, virtual forwards that must have run before any of its backwards; empty for none.
+    """
 
     forward: tuple[tuple[int, int], ...]
     backward: tuple[tuple[int, int], ...]
+    after: tuple[int, ...] = ()
 
     @property
     def need(self) -> tuple[int, ...]:
         place = {virtual: index for index, virtual in enumerate(self.forward)}
-        return forwards_needed([place[virtual] for virtual in self.backward])
+        needed = (max(place[chunk, m] + 1, self.after[m] if self.after else 0) for chunk, m in self.backward)
+        return tuple(accumulate(needed, max))
 
 
-def _virtual_orders(reads: Sequence[Sequence[int]], num_ranks: int, num_chunks: int) -> _VirtualOrders:
+def _virtual_orders(
+    reads: Sequence[Sequence[int]], num_ranks: int, num_chunks: int, after: Sequence[int] = ()
+) -> _VirtualOrders:
     if num_chunks > 1 and len(reads) % num_ranks:
         raise ValueError(
             f"Interleaved stages run microbatches in blocks of {num_ranks}, got {len(reads)} of them; pad the plan with "
             "dummy microbatches to a multiple."
         )
     chunks = range(num_chunks)
+    order = _in_blocks(range(len(reads)), num_ranks, chunks)
+    # The last chunk is the one with the loss.
+    scored = [0, *(place + 1 for place, (chunk, _) in enumerate(order) if chunk == chunks[-1])]
     return _VirtualOrders(
-        _in_blocks(range(len(reads)), num_ranks, chunks),
-        _in_blocks(backward_order(reads), num_ranks, chunks[::-1]),
+        order,
+        _in_blocks(backward_order(reads, after), num_ranks, chunks[::-1]),
+        tuple(scored[count] for count in after),
     )
 
 
@@ -181,7 +200,7 @@ def validate(table: OpTable, *, training: bool = True) -> None:
                 raise _bad(row, rank, place, f"there are only {num_microbatches} microbatches")
             if op in done:
                 raise _bad(row, rank, place, "it has run already")
-            missing = _missing(op, done, table.reads, readers)
+            missing = _missing(op, done, table, readers)
             if missing:
                 raise _bad(row, rank, place, f"it needs {', '.join(map(str, missing))} before it")
             done.add(op)
@@ -197,11 +216,14 @@ def validate(table: OpTable, *, training: bool = True) -> None:
             raise ValueError(f"Rank {rank}: the table misses or must not have {lost}.")
 
 
-def _missing(op: Op, done: set[Op], reads: Sequence[Sequence[int]], readers: Sequence[set[int]]) -> list[Op]:
+def _missing(op: Op, done: set[Op], table: OpTable, readers: Sequence[set[int]]) -> list[Op]:
     if op.kind is Kind.FORWARD:
-        needed = [forward(m, op.stage) for m in reads[op.microbatch]]
+        needed = [forward(m, op.stage) for m in table.reads[op.microbatch]]
     else:
         needed = [forward(op.microbatch, op.stage)]
+        if table.after:
+            # On the stage with the loss by the rule, on the others because it would wait for ever.
+            needed += [forward(m, op.stage) for m in range(table.after[op.microbatch])]
         needed += [backward(m, op.stage) for m in sorted(readers[op.microbatch])]
     return [n for n in needed if n not in done]
 

@@ -188,7 +188,7 @@ def test_auto_decides_per_group() -> None:
     trajectories = [*two_level(5, 3, 2), *(replace(t, id=f"big-{t.id}", group="big") for t in two_level(500, 3, 2))]
     plan = build_plan(trajectories, PlanConfig(prefix_reuse=PrefixReuse.AUTO))
     assert plan.num_fallback_groups == 1
-    assert {s.tree for s in plan.forest.segments if s.is_shared} == {1}
+    assert {trajectories[s.source].group for s in plan.forest.segments if s.is_shared} == {"big"}
 
 
 def test_auto_still_cuts_long_trajectories_of_dense_groups() -> None:

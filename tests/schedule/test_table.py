@@ -203,7 +203,7 @@ def test_validate_refuses_backwards_in_a_forward_table() -> None:
         validate(build_table(TWO_GROUPS), training=False)
 
 
-@pytest.mark.parametrize("wrong", [lambda reads: tuple(range(len(reads))), lambda reads: (1, 2, 0, 4, 3, 5)])
+@pytest.mark.parametrize("wrong", [lambda reads, _: tuple(range(len(reads))), lambda *_: (1, 2, 0, 4, 3, 5)])
 def test_a_broken_order_is_seen(wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backwards in forward order, or a prefix before its last reader."""
     monkeypatch.setattr(scheduling, "backward_order", wrong)
