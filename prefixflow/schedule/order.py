@@ -32,7 +32,6 @@ def backward_order(reads: Sequence[Sequence[int]], after: Sequence[int] = ()) ->
         _, m = heapq.heappop(ready)
         order.append(m)
         for read in reads[m]:
-            needed[read] = max(needed[read], needed[m])
             num_open_readers[read] -= 1
             if num_open_readers[read] == 0:
                 heapq.heappush(ready, (needed[read], read))
