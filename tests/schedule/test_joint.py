@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from prefixflow.plan.batch import microbatch_arrays
 from prefixflow.plan.plan import Plan, PlanConfig, PrefixReuse, build_plan
-from prefixflow.schedule.ops import Kind, Op
+from prefixflow.schedule.ops import Kind
 from prefixflow.schedule.order import backward_order, forwards_needed
 from prefixflow.schedule.search import plan_pipeline, rank_table
 from prefixflow.schedule.simulate import simulate
