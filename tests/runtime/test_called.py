@@ -44,7 +44,7 @@ def called(function: Callable[..., Any], **options: Any) -> CalledObjective:
 def run(objective: CalledObjective, *, training: bool = True) -> dict[tuple[int, int], tuple[float, float | None]]:
     """Follow the plan's table: gradients of log-probability and entropy of each entry, which has a row of its own here."""
     plan = build_plan(BATCH, PlanConfig(4), joint=JOINT)
-    gradients = {}
+    gradients: dict[tuple[int, int], tuple[float, float | None]] = {}
     for op in rank_table(plan, 0, training=training).rows[0]:
         arrays = microbatch_arrays(plan.forest, plan.ranks[0][op.microbatch], BATCH)
         pairs = list(zip(arrays.entry_trajectory.tolist(), arrays.entry_token.tolist(), strict=True))
@@ -77,12 +77,15 @@ def test_each_call_gets_its_sequences_in_full_length_once() -> None:
     assert gradients == {pair: (2.0 * (-8 if pair[0] == 2 else -55), None) for pair in LOGPROBS}
 
 
-def test_gradients_of_entropies_reach_their_rows() -> None:
+def test_gradients_reach_the_tokens_that_they_are_of() -> None:
     def function(number: int, logprobs: list[Tensor], entropies: list[Tensor]) -> Tensor:
         assert [x.tolist() for x in entropies] == [(-10 * x).tolist() for x in logprobs]
-        return sum((3 * x + 5 * y).sum() for x, y in zip(logprobs, entropies, strict=True))
+        return torch.cat(
+            [torch.arange(len(x)) * (3 * x + 5 * y) for x, y in zip(logprobs, entropies, strict=True)]
+        ).sum()
 
-    assert set(run(called(function, needs_entropy=True)).values()) == {(3.0, 5.0)}
+    gradients = run(called(function, needs_entropy=True))
+    assert gradients == {(i, token): (3.0 * token, 5.0 * token) for i, token in LOGPROBS}
 
 
 def test_what_a_loss_does_not_read_has_no_gradient() -> None:
