@@ -27,9 +27,7 @@ from prefixflow.plan.layout import ParallelLayout, layers_per_stage
 from prefixflow.plan.plan import MergeGroups, PlanConfig, PrefixReuse
 from prefixflow.runtime.loss import LossConfig
 from prefixflow.schedule.context import unfitted_choice
-from prefixflow.schedule.fit import AUTO, MemoryChoice
 from prefixflow.schedule.memory import MemoryModel, Recompute
-from prefixflow.schedule.residency import GIB, ActivationPolicy
 
 
 def parallel_layout(args: Arguments, world_size: int | None = None) -> ParallelLayout:
@@ -278,22 +276,13 @@ def memory_model(args: Arguments, parallel: ParallelLayout) -> MemoryModel:
 
 def memory_settings(args: Arguments, parallel: ParallelLayout) -> MemorySettings:
     """What the run may do for its memory, and the bytes that the plan counts with."""
-    policy = args.prefix_memory
-    # Without a budget for everything there is nothing to fit: keeping costs no time.
-    unfitted = ActivationPolicy("keep" if policy == "auto" else policy)
-    kv_budget_bytes = _bytes(args.kv_budget_gib)
-    return MemorySettings(
-        model=memory_model(args, parallel),
-        choice=MemoryChoice(unfitted, kv_budget_bytes=kv_budget_bytes),
-        kv_budget_bytes=kv_budget_bytes,
-        budget_bytes=_bytes(args.memory_budget_gib),
-        policies=AUTO if policy == "auto" else (unfitted,),
+    return MemorySettings.of(
+        memory_model(args, parallel),
+        policy=args.prefix_memory,
+        kv_budget_gib=args.kv_budget_gib,
+        budget_gib=args.memory_budget_gib,
         context_kv=_wanted_context_kv(args),
     )
-
-
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else round(gib * GIB)
 
 
 def startup_lines(args: Arguments, parallel: ParallelLayout) -> tuple[str, ...]:

@@ -85,6 +85,31 @@ def planning_group(groups: Groups, expert_block: int) -> dist.ProcessGroup:
     return made[own]
 
 
+class SharedGroups:
+    """Groups that several models of one process share, made once; what makes a group is collective over the world."""
+
+    def __init__(self) -> None:
+        self.groups = current_groups()
+        self._planning: dict[int, dist.ProcessGroup] = {}
+
+    def planning(self, expert_block: int) -> dist.ProcessGroup:
+        """See `planning_group`."""
+        if expert_block not in self._planning:
+            self._planning[expert_block] = planning_group(self.groups, expert_block)
+        return self._planning[expert_block]
+
+
+_shared: SharedGroups | None = None
+
+
+def shared_groups() -> SharedGroups:
+    """Those of this `parallel_state`."""
+    global _shared
+    if _shared is None or _shared.groups.pipeline is not parallel_state.get_pipeline_model_parallel_group():
+        _shared = SharedGroups()
+    return _shared
+
+
 def _channels(pipeline: dist.ProcessGroup) -> dict[Channel, dist.ProcessGroup]:
     """A group per channel over the ranks of `pipeline`: directions must not wait for each other."""
     if pipeline.size() == 1:

@@ -39,6 +39,13 @@ def build_model(config: TransformerConfig, groups: Groups, **gpt_kwargs: Any) ->
     return tuple(chunks)
 
 
+def bare_model(model: Any) -> Any:
+    """What is inside the wrappers (DDP, Float16Module, anything with `.module`) of a model chunk."""
+    while not isinstance(model, GPTModel) and hasattr(model, "module"):
+        model = model.module
+    return model
+
+
 def wrap_data_parallel(
     chunks: Sequence[GPTModel], ddp_config: DistributedDataParallelConfig
 ) -> tuple[DistributedDataParallel, ...]:

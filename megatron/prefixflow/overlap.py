@@ -26,6 +26,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron.prefixflow.groups import Groups
+from megatron.prefixflow.model import bare_model
 from prefixflow.runtime.executor import Observer
 from prefixflow.schedule.ops import Op
 from prefixflow.schedule.table import last_backwards
@@ -61,7 +62,7 @@ def reduction_order(model: Sequence[DistributedDataParallel]) -> tuple[Reducible
     found = [
         Reducible(number, min(depths[p] for p in group.params), group)
         for number, chunk in enumerate(model)
-        for depths in [parameter_depths(chunk.module)]
+        for depths in [parameter_depths(bare_model(chunk))]
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
     ]
     return tuple(sorted(found, key=lambda r: (-r.chunk, -r.depth)))
@@ -86,7 +87,7 @@ class EarlyReduction:
 
     def __init__(self, model: Sequence[DistributedDataParallel], groups: Groups) -> None:
         self._num_ranks = groups.pipeline.size()
-        self._depths = [parameter_depths(chunk.module) for chunk in model]
+        self._depths = [parameter_depths(bare_model(chunk)) for chunk in model]
         self._order = reduction_order(model)
         self._num_started = 0
         self._final_from: dict[int, int] = {}

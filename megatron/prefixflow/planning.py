@@ -15,7 +15,7 @@ from prefixflow.runtime.loss import LossConfig, has_zero_weight
 from prefixflow.schedule.context import fit_with_context
 from prefixflow.schedule.fit import AUTO, MemoryChoice
 from prefixflow.schedule.memory import MemoryModel
-from prefixflow.schedule.residency import ActivationPolicy, HostLink, MemoryPlan
+from prefixflow.schedule.residency import GIB, ActivationPolicy, HostLink, MemoryPlan
 from prefixflow.schedule.search import plan_pipeline, tables_digest
 from prefixflow.trajectories.types import Trajectory
 
@@ -35,6 +35,29 @@ class MemorySettings:
     policies: tuple[ActivationPolicy, ...] = AUTO
     host: HostLink | None = None
     context_kv: ContextKV | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: MemoryModel,
+        *,
+        policy: str = "auto",
+        kv_budget_gib: float | None = None,
+        budget_gib: float | None = None,
+        context_kv: ContextKV | None = None,
+    ) -> MemorySettings:
+        """policy: an `ActivationPolicy` by its value, or 'auto'."""
+        # Without a budget for everything there is nothing to fit: keeping costs no time.
+        unfitted = ActivationPolicy("keep" if policy == "auto" else policy)
+        kv_budget_bytes = _bytes(kv_budget_gib)
+        return cls(
+            model=model,
+            choice=MemoryChoice(unfitted, kv_budget_bytes=kv_budget_bytes),
+            kv_budget_bytes=kv_budget_bytes,
+            budget_bytes=_bytes(budget_gib),
+            policies=AUTO if policy == "auto" else (unfitted,),
+            context_kv=context_kv,
+        )
 
     def plan_row(self, plan: Plan, data_rank: int, pipeline_rank: int, *, training: bool) -> MemoryPlan:
         """Of one pipeline rank; ValueError where an operation alone exceeds the cache's budget, on every rank alike."""
@@ -66,6 +89,10 @@ class MemorySettings:
             host=self.host,
         )
         return fit.plan, replace(self, choice=fit.choice, model=replace(self.model, context_kv=context.kv))
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else round(gib * GIB)
 
 
 def fit_step(

@@ -1,8 +1,8 @@
 """The router of a MoE layer under a plan (upstream: `TopKRouter`).
 
 Megatron's `MoELayer` hands its router nothing but hidden states, so what an operation needs is set on each router object
-before the operation, F *and* B, and taken off after it (`megatron.prefixflow.routing`). A router that is called without a
-context raises.
+before the operation, F *and* B, and taken off after it (`megatron.prefixflow.routing`). Called without a context, a router of
+ours raises, and one of a model that somebody else built (`megatron.prefixflow.attach`) does what it did before.
 
 * Routes that F took are pinned: a recomputation inside B takes the same ones, whatever ran in between. Given routes
   (`--routing-replay rollout`) are taken in F too; a row with a -1 is routed natively. Probabilities are gathered from
@@ -125,17 +125,17 @@ class TopKChoice:
         return scores.gather(1, self.indices), self.indices
 
 
-class SegmentRouter(TopKRouter):
-    """Megatron's top-k router with pinned routes, exact losses and logical counts."""
+class PlannedRouter(TopKRouter):
+    """Megatron's top-k router; under a context with pinned routes, exact losses and logical counts."""
 
-    def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
-        check_router(config)
-        super().__init__(config=config, pg_collection=pg_collection)
-        self.context: RoutingContext | None = None
+    context: RoutingContext | None = None
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Probabilities and routing map [rows, E] of hidden states [rows, 1, h]."""
-        context, layer = self._entered()
+        if self.context is None:
+            return super().forward(input, padding_mask)
+        context, layer = self.context, self.layer_number
+        context.calls[layer] += 1
         logits = context.with_z_loss(self.gating(input).view(-1, self.num_experts))
         choice = self._choice(context, layer)
         probs, routing_map = self._route(logits, choice)
@@ -156,16 +156,6 @@ class SegmentRouter(TopKRouter):
             self._maintain_float32_expert_bias()
             self.local_tokens_per_expert.data = self.local_tokens_per_expert.data.to(torch.float32)
 
-    def _entered(self) -> tuple[RoutingContext, int]:
-        if self.context is None:
-            raise ValueError(
-                f"The router of layer {self.layer_number} was called without a routing context: expected one to be set "
-                "for each operation. Run the model through megatron.prefixflow.step, which sets it from the plan."
-            )
-        layer = self.layer_number
-        self.context.calls[layer] += 1
-        return self.context, layer
-
     def _choice(self, context: RoutingContext, layer: int) -> TopKChoice:
         if layer in context.chosen:
             return TopKChoice(context.chosen[layer].long(), is_complete=True)
@@ -185,6 +175,23 @@ class SegmentRouter(TopKRouter):
             expert_bias=self.expert_bias,
             router_replay=choice,
         )
+
+
+class SegmentRouter(PlannedRouter):
+    """The router of a model that we build, which runs under a context only."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
+        check_router(config)
+        super().__init__(config=config, pg_collection=pg_collection)
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As `PlannedRouter.forward`; ValueError without a context."""
+        if self.context is None:
+            raise ValueError(
+                f"The router of layer {self.layer_number} was called without a routing context: expected one to be set "
+                "for each operation. Run the model through megatron.prefixflow.step, which sets it from the plan."
+            )
+        return super().forward(input, padding_mask)
 
 
 def router_loss_config(config: TransformerConfig) -> RouterLossConfig:

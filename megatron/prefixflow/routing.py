@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron.prefixflow.router import RoutingContext, SegmentRouter, router_loss_config
+from megatron.prefixflow.router import PlannedRouter, RoutingContext, router_loss_config
 from prefixflow.forest.forest import Forest
 from prefixflow.plan.batch import MicrobatchArrays
 from prefixflow.plan.microbatch import Microbatch
@@ -193,14 +193,15 @@ def router_totals(stages: Sequence[StageRouting]) -> RouterTotals:
     )
 
 
-def chunk_routers(model: Any) -> tuple[SegmentRouter, ...]:
+def chunk_routers(model: Any) -> tuple[PlannedRouter, ...]:
     """The routers of a model chunk in layer order; ValueError where one is not ours."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router in routers:
-        if not isinstance(router, SegmentRouter):
+        if not isinstance(router, PlannedRouter):
             raise ValueError(
-                f"The router of layer {router.layer_number} is a {type(router).__name__}, expected SegmentRouter: it would "
-                "count a shared prefix once. Build the model with megatron.prefixflow.spec.block_spec."
+                f"The router of layer {router.layer_number} is a {type(router).__name__}, expected a PlannedRouter: it would "
+                "count a shared prefix once. Build the model with megatron.prefixflow.spec.block_spec, or call "
+                "megatron.prefixflow.enable_prefix_reuse on it."
             )
     return tuple(sorted(routers, key=lambda router: router.layer_number))
 

@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from megatron.prefixflow.params import attention_context
+from megatron.prefixflow.params import LayerAttention, MicrobatchParams, attention_context
 from megatron.prefixflow.router import SegmentRouter
 
 
@@ -37,10 +37,28 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-class SegmentCoreAttention(MegatronModule):
-    """Core attention over the slices of a microbatch (upstream: `DotProductAttention`).
+def default_softmax_scale(config: TransformerConfig) -> float:
+    """What attention scores are multiplied by, where nothing else is asked for."""
+    return config.softmax_scale if config.softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+
+
+class SegmentAttention(torch.nn.Module):
+    """Attention over the slices of a microbatch, for modules that stand as core attention.
 
     Takes query [T, 1, n_heads/tp, d], key and value [T, 1, n_kv/tp, d] after RoPE; returns [T, 1, n_heads/tp * d].
+    """
+
+    layer_number: int
+
+    def attend(self, context: LayerAttention, query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
+        queries, keys, values = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        out = context.attend(queries, keys, values, layer=self.layer_number, scale=scale)
+        return out.reshape(out.shape[0], 1, -1)
+
+
+class SegmentCoreAttention(SegmentAttention, MegatronModule):
+    """Core attention of a model that we build (upstream: `DotProductAttention`).
+
     Masks, dropout and `attention_bias` are not read: the slices say what attends to what.
     """
 
@@ -57,8 +75,7 @@ class SegmentCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
-        scale = softmax_scale if softmax_scale is not None else config.softmax_scale
-        self.softmax_scale = scale if scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self.softmax_scale = default_softmax_scale(config) if softmax_scale is None else softmax_scale
 
     def forward(
         self,
@@ -70,23 +87,15 @@ class SegmentCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        context = attention_context(packed_seq_params)
-        out = context.attend(
-            query.squeeze(1),
-            key.squeeze(1),
-            value.squeeze(1),
-            layer=self.layer_number,
-            scale=self.softmax_scale,
-        )
-        return out.reshape(out.shape[0], 1, -1)
+        return self.attend(attention_context(packed_seq_params), query, key, value, scale=self.softmax_scale)
 
 
 class SegmentTransformerLayer(TransformerLayer):
     """Megatron's layer, without the MLP where nothing reads its output (`keys_only_layer`)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        context = attention_context(kwargs.get("packed_seq_params"))
-        if context.keys_only_layer == self.layer_number:
+        params = kwargs.get("packed_seq_params")
+        if isinstance(params, MicrobatchParams) and attention_context(params).keys_only_layer == self.layer_number:
             kwargs.pop("dynamic_inference_decode_only", None)
             return self._forward_attention(*args, **kwargs)
         return super().forward(*args, **kwargs)
