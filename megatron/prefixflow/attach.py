@@ -18,7 +18,7 @@ import difflib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from prefixflow.plan.context import ContextKV
 from prefixflow.plan.cost import CostModel
 from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import PlanConfig, PrefixReuse
-from prefixflow.plan.shapes import ModelShape, RopeScaling
+from prefixflow.plan.shapes import ModelShape
 from prefixflow.runtime.attention.kernels import KERNEL_NAMES, select_kernel
 from prefixflow.schedule.context import unfitted_choice
 from prefixflow.schedule.memory import MemoryModel, Recompute
@@ -360,7 +360,6 @@ def model_shape(chunk: GPTModel) -> ModelShape:
         qk_layernorm=config.qk_layernorm,
         qkv_bias=config.add_qkv_bias,
         rotary_base=chunk.rotary_base,
-        rope_scaling=None if not chunk.rotary_scaling else RopeScaling(chunk.rotary_pos_emb.rope_scaling_factor),
         norm_epsilon=config.layernorm_epsilon,
         **experts,
     )
@@ -376,22 +375,16 @@ class AttachedAttention(SegmentAttention):
         return self.attend(attention_context(params), query, key, value, scale=default_softmax_scale(self.config))
 
 
-class _Attached:
-    """Of a module whose class is not the one that it was made with."""
-
-    upstream: ClassVar[type]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        function, (_, *arguments), *rest = reduced
-        return (function, (self.upstream, *arguments), *rest)
-
-
 @functools.cache
 def _attached_class(ours: Any, upstream: Any) -> Any:
-    return type(
-        f"{upstream.__name__}WithReuse", (_Attached, ours, upstream), {"upstream": upstream, "__module__": __name__}
-    )
+    """A subclass of both, of the same memory layout as `upstream`; copies of its objects are of `upstream`."""
+
+    def reduce(module: Any, protocol: Any) -> Any:
+        function, (_, *arguments), *rest = upstream.__reduce_ex__(module, protocol)
+        return (function, (upstream, *arguments), *rest)
+
+    # Bases of ours stand first: where they are abstract classes too, the layout follows from the first.
+    return type(f"{upstream.__name__}WithReuse", (ours, upstream), {"__reduce_ex__": reduce, "__module__": __name__})
 
 
 def _listed(model: Any) -> list[Any]:

@@ -226,7 +226,8 @@ def _sentence(name: str, value: Any, reason: str) -> str:
     return f"{name} is {value!r} in the model's configuration: {reason}. Build the model without it, or do not enable reuse."
 
 
-_CORE_ATTENTION = {DotProductAttention, *([] if TEDotProductAttention is None else [TEDotProductAttention])}
+# Without Transformer Engine Megatron has a stand-in there, or nothing.
+_CORE_ATTENTION = {kind for kind in (DotProductAttention, TEDotProductAttention) if isinstance(kind, type)}
 
 
 def accept_core_attention(kind: type[torch.nn.Module]) -> None:
