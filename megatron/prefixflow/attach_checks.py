@@ -95,7 +95,7 @@ UNREAD = _names(
     cpu_offloading_weights cpu_offloading_double_buffering wgrad_deferral_limit ep_overlap_early_attn_memory_release
     tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag
     tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1
-    tp_comm_bootstrap_backend moe_router_bias_update_rate moe_router_load_balancing_type moe_extended_tp
+    tp_comm_bootstrap_backend moe_router_bias_update_rate moe_extended_tp
     moe_router_topk_limited_devices moe_token_dropping"""
 )
 """Fields that take no part in our passes, or only together with one that is refused."""
@@ -122,6 +122,7 @@ _ATTENTION = (
 _OFFLOAD = "activations are kept, offloaded or recomputed by our own memory plan (the setting prefix_memory)"
 _DELAYED = "weight gradients must be complete when a backward ends; delayed ones are not built"
 _CAPACITY = "what a token is routed to must not depend on what else is in its microbatch"
+_ROUTER_LOSS = "a router's loss is a mean over the framework's microbatches, which are not the ones that are run"
 _TP_OVERLAP = "Transformer Engine's overlap needs microbatches of one length"
 
 REFUSALS: tuple[_Refusal, ...] = (
@@ -172,14 +173,7 @@ REFUSALS: tuple[_Refusal, ...] = (
     _Refusal("moe_router_fusion", "the fused router cannot replay routes"),
     _Refusal("moe_layer_recompute", "Megatron deprecates it: use recompute_modules with moe"),
     _Refusal("moe_latent_size", "latent experts are not built"),
-    _Refusal(
-        "moe_aux_loss_coeff",
-        "an auxiliary loss is a mean over the framework's microbatches, which are not the ones that are run",
-        lambda value: any(value) if isinstance(value, Sequence) else _is_set(value),
-    ),
-    _Refusal(
-        "moe_z_loss_coeff", "a z-loss is a mean over the framework's microbatches, which are not the ones that are run"
-    ),
+    _Refusal("moe_z_loss_coeff", _ROUTER_LOSS),
 )
 
 
@@ -203,17 +197,22 @@ def check_config(config: TransformerConfig) -> None:
 
 def refused_fields() -> frozenset[str]:
     """Fields with values that are refused."""
-    return frozenset(name for refusal in REFUSALS for name in refusal.names.split()) | {"moe_router_enable_expert_bias"}
+    router_options = {"moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_router_enable_expert_bias"}
+    return frozenset(name for refusal in REFUSALS for name in refusal.names.split()) | router_options
 
 
 def _check_router_options(config: TransformerConfig) -> None:
+    """What is refused depends on another field."""
     if config.num_moe_experts is None:
         return
-    kinds = config.moe_router_load_balancing_type
-    if "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds):
-        raise ValueError(
-            _sentence("moe_router_load_balancing_type", kinds, "sinkhorn balances over a whole microbatch")
-        )
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    coefficients = coefficients if isinstance(coefficients, list) else [coefficients] * len(kinds)
+    if "sinkhorn" in kinds:
+        reason = "sinkhorn balances over a whole microbatch"
+        raise ValueError(_sentence("moe_router_load_balancing_type", kinds, reason))
+    if any(c for kind, c in zip(kinds, coefficients, strict=True) if kind != "none"):
+        raise ValueError(_sentence("moe_aux_loss_coeff", config.moe_aux_loss_coeff, _ROUTER_LOSS))
     if config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate:
         reason = (
             "the biases would move by counts of computed positions, where a shared one counts once; "

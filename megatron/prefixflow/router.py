@@ -214,7 +214,8 @@ def has_router_terms(config: TransformerConfig) -> bool:
     """True where every trajectory's positions matter beyond its rows: router losses, or expert-bias counts."""
     if config.num_moe_experts is None:
         return False
-    return config.moe_router_enable_expert_bias or router_loss_config(config).has_terms
+    moves_biases = config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate != 0
+    return moves_biases or router_loss_config(config).has_terms
 
 
 def check_router(config: TransformerConfig) -> None:

@@ -22,7 +22,7 @@ from megatron.prefixflow.configs import cpu_safe
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.model import build_model
 from megatron.prefixflow.reference import Reference, build_reference_model
-from megatron.prefixflow.router import SegmentRouter, TopKChoice, check_router
+from megatron.prefixflow.router import PlannedRouter, SegmentRouter, TopKChoice, check_router
 from megatron.prefixflow.routing import (
     RouterTotals,
     RouteStore,
@@ -304,7 +304,7 @@ def test_gradients_and_counts_equal_megatrons(worlds: Worlds, name):
 def replay_is_first_in_first_out() -> None:
     """A recomputation takes the routes that have waited longest, as in the usual replay queues."""
     queues: dict[int, list[torch.Tensor]] = {}
-    choice = SegmentRouter._choice
+    choice = PlannedRouter._choice
 
     def mutant(self, context, layer):
         if context.operation is not Operation.BACKWARD:
@@ -313,7 +313,7 @@ def replay_is_first_in_first_out() -> None:
         rows = torch.arange(len(context.segment_of)) % len(taken)
         return TopKChoice(taken[rows].long(), is_complete=True)
 
-    forward = SegmentRouter.forward
+    forward = PlannedRouter.forward
 
     def recording(self, input, padding_mask=None):
         made = forward(self, input, padding_mask)
@@ -321,8 +321,8 @@ def replay_is_first_in_first_out() -> None:
             queues.setdefault(self.layer_number, []).append(self.context.chosen[self.layer_number])
         return made
 
-    patch(SegmentRouter, "_choice", mutant)
-    patch(SegmentRouter, "forward", recording)
+    patch(PlannedRouter, "_choice", mutant)
+    patch(PlannedRouter, "forward", recording)
 
 
 def prefix_counts_taken_once() -> None:
@@ -538,7 +538,7 @@ def test_guards(worlds: Worlds):
         "no context": "The router of layer 1 was called without a routing context",
         "uncalled": "were called (0, 0) times",
         "context is taken off": "None",
-        "orphan": "is a TopKRouter, expected SegmentRouter",
+        "orphan": "is a TopKRouter, expected a PlannedRouter",
         "omitted": "The plan leaves out trajectories [1]",
         "no routes": "needs a plan with routes",
         "foreign routes": "routes of 2 MoE layers and top-2",
