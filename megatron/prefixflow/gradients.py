@@ -44,7 +44,7 @@ def gradient_norm(model: Sequence[DistributedDataParallel], groups: Groups) -> f
     device = next(model[0].parameters()).device
     dense, experts = torch.zeros(2, dtype=torch.float64, device=device)
     for parameter, gradient in _owned_gradients(model, groups):
-        (experts if is_expert(parameter) else dense).add_(_square_sum(gradient))
+        (experts if is_expert(parameter) else dense).add_(square_sum(gradient))
     sharded = model[0].ddp_config.use_distributed_optimizer
     total = _sum_over(dense, groups.model_parallel, groups.data_context if sharded else None)
     if any(is_expert(parameter) for chunk in model for parameter in chunk.parameters()):
@@ -69,7 +69,7 @@ def _sum_over(value: Tensor, *groups: dist.ProcessGroup | None) -> Tensor:
     return value
 
 
-def _square_sum(gradient: Tensor) -> Tensor:
+def square_sum(gradient: Tensor) -> Tensor:
     """Sum of squares as a float64 scalar.
 
     torch's norm of a float32 tensor on the CPU is off by 1e-3 at the size of an embedding, and converting every gradient to

@@ -61,6 +61,7 @@ from megatron.prefixflow.routing import RouterTotals, RouteStore, RoutingReplay
 from megatron.prefixflow.session import start_session
 from megatron.prefixflow.shards import expert_biases, full_gradients, global_routers, load_full_parameters
 from megatron.prefixflow.step import StepRunner, complete_logprobs
+from megatron.prefixflow.verify import TOLERANCE, TOLERANCE_MOE, forward_place
 from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import Plan
 from prefixflow.runtime.attention.kernels import select_kernel
@@ -72,8 +73,6 @@ from prefixflow.trajectories.reader import read_trajectories
 from prefixflow.trajectories.types import RouteShape, Trajectory
 
 NUM_STEPS = 2
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-TOLERANCE_MOE = {torch.float64: 1e-6, torch.float32: 1e-5}
 BF16_FACTOR = 2.0
 # Share of the weights' norm that the first update moves, so that a wrong first step shows in the second.
 FIRST_UPDATE = 0.02
@@ -682,18 +681,8 @@ def _first_differing(errors: list[dict[str, float]], tolerance: float) -> str:
     for step in errors:
         bad = [name for name, error in step.items() if not error <= tolerance]
         if bad:
-            return min(bad, key=_forward_place)
+            return min(bad, key=forward_place)
     return ""
-
-
-def _forward_place(name: str) -> tuple[int, int, str]:
-    """Order of parameters in a forward: embedding, layers by number, final norm, LM head."""
-    parts = name.split(".")
-    if name.startswith("embedding"):
-        return (0, 0, name)
-    if "layers" in parts:
-        return (1, int(parts[parts.index("layers") + 1]), name)
-    return (2 if "final" in name else 3, 0, name)
 
 
 def run(
