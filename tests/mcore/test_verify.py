@@ -15,12 +15,12 @@ def compare_on_this_rank() -> dict[str, tuple[float, float, str]]:
     import torch
     import torch.distributed as dist
 
-    from megatron.prefixflow.verify import compare_gradients, copied
+    from megatron.prefixflow.verify import Named, compare_gradients, copied
 
     rank = dist.get_rank()
     a, b, c = torch.tensor([3.0, 4.0])[rank].double(), torch.tensor([1e-30, 0.0]), torch.tensor([0.5])
     before = copied([("a", a), ("b", b), ("c", None)])
-    cases = {
+    cases: dict[str, Named] = {
         "same": [("a", a), ("b", b), ("c", torch.zeros(1))],
         "shard": [("a", a + 1e-3 * rank), ("b", b), ("c", None)],
         "tiny": [("a", a), ("b", 3 * b), ("c", None)],
