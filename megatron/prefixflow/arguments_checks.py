@@ -23,6 +23,7 @@ def derive(values: dict[str, Any], given: Mapping[str, Any], training: bool, war
     _derive_recomputation(values)
     _derive_precision(values, given)
     _derive_token_budget(values, given)
+    _derive_verification(values, given, warnings)
     if values["policy_loss"] == "ppo":
         values["policy_loss"] = "grpo"
     if training:
@@ -99,6 +100,13 @@ def _derive_layout(values: dict[str, Any], training: bool, warnings: list[str]) 
             f"--num-layers-per-virtual-pipeline-stage = {pp} * {layers_per_chunk}."
         )
     values["vpp"] = values["num_layers"] // (pp * layers_per_chunk)
+
+
+def _derive_verification(values: dict[str, Any], given: Mapping[str, Any], warnings: list[str]) -> None:
+    if values["verify_steps"] and values["prefix_reuse"] == "off":
+        warnings.append("--verify-steps has no effect with --prefix-reuse off: every step is dense.")
+    if "on_verify_mismatch" in given and not values["verify_steps"]:
+        warnings.append("--on-verify-mismatch has no effect without --verify-steps.")
 
 
 def _derive_recomputation(values: dict[str, Any]) -> None:
@@ -255,6 +263,19 @@ def _validate_recomputation(values: Mapping[str, Any]) -> None:
             raise ArgumentsError(f"{flag_of(dest)} needs --recompute-granularity full.")
 
 
+def _validate_sharing(values: Mapping[str, Any]) -> None:
+    if values["verify_steps"] < 0:
+        raise ArgumentsError(f"--verify-steps is {values['verify_steps']}, expected at least 0.")
+    if not values["require_sharing"]:
+        return
+    for dest, value, instead in (("prefix_reuse", "off", "auto or on"), ("on_verify_mismatch", "fallback", "stop")):
+        if values[dest] == value:
+            raise ArgumentsError(
+                f"--require-sharing and {flag_of(dest)} {value} contradict each other: nothing is shared then. Use "
+                f"{flag_of(dest)} {instead}, or leave --require-sharing out."
+            )
+
+
 def _validate_loss(values: Mapping[str, Any]) -> None:
     try:
         LossConfig.of(**loss_options(values))
@@ -384,6 +405,7 @@ def validate(values: Mapping[str, Any], given: Mapping[str, Any], training: bool
     _validate_recomputation(values)
     _validate_loss(values)
     _validate_numbers(values)
+    _validate_sharing(values)
     if training:
         _validate_training(values)
         _validate_rollouts(values, given)

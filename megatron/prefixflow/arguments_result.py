@@ -50,7 +50,7 @@ _INDIFFERENT = _names(
     moe_flex_dispatcher_backend moe_permute_fusion moe_deepep_num_sms moe_hybridep_num_sms
     moe_shared_expert_overlap prefix_reuse merge_groups max_tokens_per_microbatch micro_batch_size prefix_memory
     kv_budget_gib memory_budget_gib measure_memory context_parallel_kv attention_kernel dtype bf16
-    overlap_grad_reduce ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw metrics_file trace_file calibrate
+    verify_steps on_verify_mismatch require_sharing overlap_grad_reduce ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw metrics_file trace_file calibrate
     tensorboard_dir wandb_project wandb_entity wandb_exp_name wandb_save_dir reward_curve rollout_timeout_minutes
     distributed_backend distributed_timeout_minutes"""
 )

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.prefixflow.experts import is_expert
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.overlap import reduction_order
+from megatron.prefixflow.shards import global_parameters
 
 _RUN = 1024
 """Elements whose squares are summed in float32."""
@@ -99,6 +100,22 @@ def _owned_gradients(
                 yield parameter, parameter.main_grad
             elif (piece := shards.get(parameter)) is not None:
                 yield parameter, piece
+
+
+def reduced_gradients(model: Sequence[DistributedDataParallel], groups: Groups) -> Iterator[tuple[str, Tensor]]:
+    """Gradients by name in the whole model, as far as this rank has them: with the distributed optimizer a shard of each bucket.
+
+    Call after `reduce_gradients`.
+    """
+    for chunk in model:
+        shards = _shards(chunk, groups) if chunk.ddp_config.use_distributed_optimizer else None
+        for name, parameter in global_parameters(chunk.module):
+            if not parameter.requires_grad:
+                continue
+            if shards is None:
+                yield name, parameter.main_grad  # type: ignore[attr-defined]
+            elif (piece := shards.get(parameter)) is not None:
+                yield name, piece
 
 
 def _shards(chunk: Any, groups: Groups) -> dict[torch.nn.Parameter, Tensor]:

@@ -40,7 +40,9 @@ class StepMetrics:
     context_bytes_planned what the plan says they should. peak_cache_bytes: most cached K/V and their gradients on the device of
     one rank, host_bytes: most that one rank had in host memory; evictions: parts of blocks that went there at once;
     recomputed_blocks: blocks that were dropped and written anew; recomputed_microbatches: those whose forward a pipeline stage ran
-    again in their backward. All five of the training pass.
+    again in their backward. All five of the training pass. fallback: groups that were run dense, because sharing does not pay, or
+    all of them after a step has differed from its dense run. verify_rel_err: largest relative error of a gradient against that of
+    the dense run (in bfloat16 of all gradients at once), where the step is verified; times and peaks leave the dense run out.
     """
 
     step: int
@@ -76,6 +78,7 @@ class StepMetrics:
     evictions: int
     recomputed_blocks: int
     recomputed_microbatches: int
+    verify_rel_err: float | None = None
 
     def to_json(self) -> str:
         """One line of strict JSON: a number that is not finite becomes null."""

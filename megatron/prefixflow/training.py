@@ -55,8 +55,16 @@ from megatron.prefixflow.arguments import (
 )
 from megatron.prefixflow.calibration import OperationTimer, describe, fit_calibration, is_measuring
 from megatron.prefixflow.checkpoint import CheckpointError, TrainState, load_checkpoint
+from megatron.prefixflow.dense import (
+    DenseRun,
+    Outcome,
+    dense_config,
+    dense_memory,
+    problems_of,
+    with_peers_logprobs,
+)
 from megatron.prefixflow.errors import TrainingError
-from megatron.prefixflow.gradients import clip_gradients, gradient_norm, reduce_gradients
+from megatron.prefixflow.gradients import clip_gradients, gradient_norm, reduce_gradients, reduced_gradients
 from megatron.prefixflow.job import Job, prepare
 from megatron.prefixflow.logs import TrainingLog
 from megatron.prefixflow.metrics import (
@@ -71,6 +79,7 @@ from megatron.prefixflow.metrics import (
 from megatron.prefixflow.model import build_model, wrap_data_parallel
 from megatron.prefixflow.overlap import EarlyReduction
 from megatron.prefixflow.peaks import MeasuredMemory, measured_memory, predicted_memory, state_bytes
+from megatron.prefixflow.planning import MemorySettings
 from megatron.prefixflow.resume import Saver, Start, data_digest, drop_steps_after, load_reference
 from megatron.prefixflow.rollouts import BatchSource, FileBatches, SampledBatches, followed_batches, sampling_plan
 from megatron.prefixflow.router import has_router_terms, router_loss_config
@@ -78,6 +87,7 @@ from megatron.prefixflow.routing import RouteStore, RoutingReplay, moe_layer_num
 from megatron.prefixflow.sampler import Sampler
 from megatron.prefixflow.session import start_session
 from megatron.prefixflow.step import StepRunner, complete_logprobs, spread_logprobs
+from megatron.prefixflow.verify import Snapshot, compare_gradients, copied
 from prefixflow.plan.calibrate import Measurement
 from prefixflow.plan.plan import Plan
 from prefixflow.runtime.failures import doing
@@ -179,13 +189,16 @@ class BatchWork:
     """One batch with its plan; log-probabilities that the loss needs and the file lacks are filled in.
 
     routes: that the first update took, for the later ones; None where there is only one.
-    reward_mean: of all responses that were sampled for it; None where nothing was sampled.
+    memory: how the plan is run. reward_mean: of all responses that were sampled for it; None where nothing was sampled.
+    dense: the same batch planned without reuse, in a step that is verified.
     """
 
     plan: Plan
     trajectories: tuple[Trajectory, ...]
     routes: RouteStore | None
+    memory: MemorySettings | None
     reward_mean: float | None = None
+    dense: BatchWork | None = None
 
     def keep_old_logprobs(self, objective: Objective) -> BatchWork:
         """The work of the next update on this batch: the policy that the first update has seen is its old policy.
@@ -268,10 +281,16 @@ class Scorer:
         """True on the one rank of each model that speaks for it: it scores, and no other rank speaks for its rows."""
         return self.groups.tensor_rank == 0 and self.groups.context_rank == 0 and self.runner.has_head
 
-    def plan(self, trajectories: Sequence[Trajectory], *, skip_zero_advantage: bool) -> Plan:
+    def plan(self, trajectories: Sequence[Trajectory], *, skip_zero_advantage: bool, is_dense: bool = False) -> Plan:
+        """Raises TrainingError, on every rank, where nothing is shared and `--require-sharing` is given."""
         config = plan_config(self.job.args, self.job.layout)
+        if is_dense:
+            config = dense_config(config, trajectories)
         skip_zero_advantage &= not has_router_terms(self.chunks[0].config)
-        return self.runner.plan(trajectories, config, self.loss, skip_zero_advantage=skip_zero_advantage)
+        plan = self.runner.plan(trajectories, config, self.loss, skip_zero_advantage=skip_zero_advantage)
+        if self.job.args.require_sharing and not is_dense and not plan.forest.num_shared_segments:
+            raise TrainingError(_unshared(plan, trajectories))
+        return plan
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
         """Log-probabilities [tokens] of every trajectory by id, on every rank; 0 where a token is not trained."""
@@ -283,6 +302,16 @@ class Scorer:
         return {
             t.id: spread_logprobs(t, scored[i]) if i in scored else np.zeros(len(t)) for i, t in enumerate(trajectories)
         }
+
+
+def _unshared(plan: Plan, trajectories: Sequence[Trajectory]) -> str:
+    """Of `--require-sharing`: what a batch that shares nothing looks like, and the way out."""
+    groups = {t.group for t in trajectories}
+    return (
+        f"--require-sharing: nothing is shared among {len(trajectories)} trajectories in {len(groups)} groups. Do members of a "
+        "group begin with the same tokens, and have the same `group`? --prefix-reuse on also shares what --prefix-reuse auto "
+        "takes for too short to pay; leave --require-sharing out to run such batches in full."
+    )
 
 
 def score(job: Job, console: Console) -> None:
@@ -304,10 +333,22 @@ def score(job: Job, console: Console) -> None:
     console.print(f"log-probabilities of {len(found)} trajectories written to {job.args.logprobs_only}")
 
 
+@dataclass(frozen=True, slots=True)
+class StepPass:
+    """Forward and backward of a step. norm: of the reduced gradients. measured: memory, where it is counted."""
+
+    objective: Objective
+    norm: float
+    measured: MeasuredMemory | None
+
+
 class Trainer(Scorer):
     """Model, gradient buffers, optimizer and schedule of this rank; `step` takes optimizer steps in order.
 
     Every public method is collective.
+
+    is_dense (attribute): a step has differed from its dense run, and from then on nothing is shared. A start forgets that, as
+        it forgets what was verified: it may run another layout, on other machines.
     """
 
     def __init__(self, job: Job) -> None:
@@ -329,6 +370,8 @@ class Trainer(Scorer):
         self.trace = OperationTrace(self.groups.data_rank)
         self.measurements: list[Measurement] = []
         self.calibrates = is_measuring(args)
+        self.is_dense = False
+        self._num_verified = 0
         self._work: BatchWork | None = None
         if job.start.resumes:
             self._resume(job.start)
@@ -376,7 +419,8 @@ class Trainer(Scorer):
     def step(self) -> StepMetrics:
         """One optimizer step. `warnings` holds what the user should hear about it.
 
-        Raises TrainingError, on every rank, where the gradient is not finite; weights are as before then.
+        Raises TrainingError, on every rank, where the gradient is not finite, where nothing is shared although that is
+        required, or where the gradient differs from the dense run's; weights are as before then.
         """
         begin = time.perf_counter()
         torch.cuda.reset_peak_memory_stats()
@@ -387,41 +431,110 @@ class Trainer(Scorer):
         self.trace.is_training = False
         work = self._prepared()
         self.trace.is_training = True
-        for chunk in self.ddp:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        with contextlib.ExitStack() as stack:
-            is_measured = self.job.args.measure_memory and self.device.type == "cpu"
-            measured = stack.enter_context(measured_memory(self.runner, work.plan)) if is_measured else None
-            objective = self._forward_backward(work)
-        with doing("reducing gradients"):
-            reduce_gradients(self.ddp)
-            norm = gradient_norm(self.ddp, self.groups)
+        dense, dense_s = self._dense_run(work)
+        done = self._run(work)
+        error = None if dense is None else self._verify(dense, work, done)
+        if dense is not None and work.dense is not None and self.is_dense:
+            dense.routers.restore()
+            work = work.dense
+            done = self._run(work)
         lr = self._learning_rate()
-        self._update(norm)
-        is_reused = self.job.args.updates_per_batch > 1
-        # Only the last stage scores; the others never read log-probabilities.
-        keeps = is_reused and self.runner.has_head
-        self._work = (work.keep_old_logprobs(objective) if keeps else work) if is_reused else None
+        self._update(done.norm)
+        self._work = self._kept(work, done.objective)
         self.num_steps += 1
         sums = RankSums.of(
-            objective.terms,
+            done.objective.terms,
             times,
             self.runner,
             is_counted=self.is_counted,
         ).reduce(self.device)
         # The reduction above has waited for every rank and every device.
         held = (
-            self._peak_bytes(measured),
+            self._peak_bytes(done.measured),
             self._predicted_bytes(work),
             self.runner.cache_totals.peak_bytes,
             self.runner.arena.peak_bytes,
         )
-        seconds, *peaks = largest([time.perf_counter() - begin, *held], self.device)
-        facts = UpdateFacts(self.num_steps, norm, lr, seconds, *map(round, peaks))
+        seconds, *peaks = largest([time.perf_counter() - begin - dense_s, *held], self.device)
+        facts = UpdateFacts(self.num_steps, done.norm, lr, seconds, *map(round, peaks))
         metrics = step_metrics(facts, sums, work.plan, work.trajectories, self._router_facts())
-        # A filter leaves out what earned alike, so the mean of what is trained would not be the policy's.
-        return metrics if work.reward_mean is None else dataclasses.replace(metrics, reward_mean=work.reward_mean)
+        return dataclasses.replace(metrics, **self._corrections(work), verify_rel_err=error)
+
+    def _corrections(self, work: BatchWork) -> dict[str, Any]:
+        """Metrics that the plan and the trajectories do not tell."""
+        found: dict[str, Any] = {}
+        if work.reward_mean is not None:
+            # A filter leaves out what earned alike, so the mean of what is trained would not be the policy's.
+            found["reward_mean"] = work.reward_mean
+        if self.is_dense:
+            found["fallback"] = len({t.group for t in work.trajectories})
+        return found
+
+    def _run(self, work: BatchWork, *, is_kept: bool = True) -> StepPass:
+        """Forward and backward of a batch up to reduced gradients.
+
+        is_kept: False for a run that is compared with the step's and then forgotten: it is not measured.
+        """
+        self.runner.memory = work.memory
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        with contextlib.ExitStack() as stack:
+            is_measured = is_kept and self.job.args.measure_memory and self.device.type == "cpu"
+            measured = stack.enter_context(measured_memory(self.runner, work.plan)) if is_measured else None
+            objective = self._forward_backward(work, is_kept=is_kept)
+        with doing("reducing gradients"):
+            reduce_gradients(self.ddp)
+            norm = gradient_norm(self.ddp, self.groups)
+        return StepPass(objective, norm, measured)
+
+    def _dense_run(self, work: BatchWork) -> tuple[DenseRun | None, float]:
+        """The dense run of a step that is verified, and its seconds; the model and its routers are as before.
+
+        Its gradients are held in host memory until they are compared.
+        """
+        if work.dense is None:
+            return None, 0.0
+        begin = time.perf_counter()
+        routers = Snapshot(self.chunks, with_gradients=False)
+        observe, self.runner.observe = self.runner.observe, None
+        with doing("running the step dense, to verify it"):
+            done = self._run(work.dense, is_kept=False)
+            outcome = Outcome.of(done.objective, done.norm, is_counted=self.is_counted)
+            dense = DenseRun(outcome, copied(reduced_gradients(self.ddp, self.groups)), routers)
+        routers.restore()
+        self.runner.observe = observe
+        torch.cuda.reset_peak_memory_stats()
+        return dense, time.perf_counter() - begin
+
+    def _verify(self, dense: DenseRun, work: BatchWork, done: StepPass) -> float:
+        """Compare a step with its dense run; gives the error that is judged.
+
+        After a mismatch the run goes on dense, or TrainingError is raised on every rank (`--on-verify-mismatch`).
+        """
+        with doing("comparing the step with its dense run"):
+            outcome = Outcome.of(done.objective, done.norm, is_counted=self.is_counted)
+            errors = compare_gradients(list(reduced_gradients(self.ddp, self.groups)), dense.gradients)
+        config, dtype = self.chunks[0].config, self.job.args.params_dtype
+        problems = problems_of(
+            outcome, dense.outcome, errors, work.trajectories, dtype, has_experts=config.num_moe_experts is not None
+        )
+        self._num_verified += 1
+        if problems:
+            self._mismatched("; ".join(problems))
+        return errors.judged(dtype)
+
+    def _mismatched(self, problem: str) -> None:
+        sentence = f"step {self.num_steps + 1} differs from the same step run dense (--verify-steps): {problem}"
+        if self.job.args.on_verify_mismatch == "stop":
+            raise TrainingError(
+                f"{sentence}. Nothing was updated. --on-verify-mismatch fallback goes on without reuse, --prefix-reuse off "
+                "starts without it; please report this, with the trajectories of the step."
+            )
+        self.warnings.append(
+            f"WARNING: {sentence}. This step and all that follow run every trajectory in full (--on-verify-mismatch fallback)."
+        )
+        self.is_dense = True
 
     def _peak_bytes(self, measured: MeasuredMemory | None) -> int:
         """Of this rank in this step: live tensors where they were counted, else what device or process held at most."""
@@ -436,9 +549,9 @@ class Trainer(Scorer):
         state = sum(settings.model.state(groups.pipeline_rank).values())
         return state + max((point.total_bytes for point in curve), default=0)
 
-    def _forward_backward(self, work: BatchWork) -> Objective:
+    def _forward_backward(self, work: BatchWork, *, is_kept: bool) -> Objective:
         """Forward and backward of the step; its operations are measured where `--calibrate` has still to write its file."""
-        if not self.calibrates:
+        if not self.calibrates or not is_kept:
             return self.runner.forward_backward(work.plan, work.trajectories, self.loss, routes=work.routes)
         timer = OperationTimer(work.plan, self.groups.data_rank, work.trajectories)
         assert self.runner.observe is not None
@@ -478,13 +591,50 @@ class Trainer(Scorer):
         if self.num_steps % self.job.args.updates_per_batch:
             assert self._work is not None, "the update before this one kept nothing"
             self._warn_unshared(self._work.plan)
-            return self._work
+            return self._with_dense(self._work)
         batch = self.source.take()
         self.warnings += batch.warnings
-        plan = self.plan(batch.trajectories, skip_zero_advantage=self.job.args.skip_zero_advantage)
-        self._warn_unshared(plan)
+        work = self._planned(batch.trajectories, is_dense=self.is_dense)
+        self._warn_unshared(work.plan)
+        completed = self._completed(work.plan, batch.trajectories)
+        return self._with_dense(dataclasses.replace(work, trajectories=completed, reward_mean=batch.reward_mean))
+
+    def _planned(self, trajectories: Sequence[Trajectory], *, is_dense: bool) -> BatchWork:
+        if is_dense and self.runner.memory is not None:
+            self.runner.memory = dense_memory(self.runner.memory)
+        skips = self.job.args.skip_zero_advantage
+        try:
+            plan = self.plan(trajectories, skip_zero_advantage=skips, is_dense=is_dense)
+        except ValueError as error:
+            if not is_dense:
+                raise
+            raise TrainingError(f"step {self.num_steps + 1} cannot be run dense, to verify it: {error}") from error
         routes = RouteStore() if self.job.args.updates_per_batch > 1 else None
-        return BatchWork(plan, self._completed(plan, batch.trajectories), routes, batch.reward_mean)
+        return BatchWork(plan, tuple(trajectories), routes, self.runner.memory)
+
+    def _with_dense(self, work: BatchWork) -> BatchWork:
+        """With the same batch planned without reuse, where this step is verified.
+
+        A later update on the batch takes the plan of the first, and the routes that its dense run took.
+        """
+        args = self.job.args
+        if self.is_dense or args.prefix_reuse == "off" or self._num_verified >= args.verify_steps:
+            return dataclasses.replace(work, dense=None)
+        trajectories = with_peers_logprobs(work.plan, work.trajectories, self.groups.data_parallel)
+        if work.dense is not None:
+            dense = dataclasses.replace(work.dense, trajectories=trajectories)
+        else:
+            dense = self._planned(trajectories, is_dense=True)
+            dense = dataclasses.replace(dense, reward_mean=work.reward_mean)
+            self.runner.memory = work.memory
+        return dataclasses.replace(work, dense=dense)
+
+    def _kept(self, work: BatchWork, objective: Objective) -> BatchWork | None:
+        """For the next update on the batch; None where there is none."""
+        if self.job.args.updates_per_batch == 1:
+            return None
+        # Only the last stage scores; the others never read log-probabilities.
+        return work.keep_old_logprobs(objective) if self.runner.has_head else work
 
     def _router_facts(self) -> RouterFacts | None:
         config = self.chunks[0].config
@@ -493,7 +643,8 @@ class Trainer(Scorer):
         return RouterFacts(len(moe_layer_numbers(config)), router_loss_config(config))
 
     def _warn_unshared(self, plan: Plan) -> None:
-        if self.job.args.prefix_reuse == "on" and not plan.forest.num_shared_segments:
+        is_wanted = self.job.args.prefix_reuse == "on" and not self.is_dense
+        if is_wanted and not plan.forest.num_shared_segments:
             self.warnings.append(
                 "WARNING: --prefix-reuse on, but nothing is shared in this batch; every trajectory is run in full."
             )

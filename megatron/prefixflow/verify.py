@@ -106,6 +106,10 @@ class GradientErrors:
     def largest(self) -> float:
         return max(self.by_name.values(), default=0.0)
 
+    def judged(self, dtype: torch.dtype) -> float:
+        """The error that `problem` goes by: of the worst parameter, in bfloat16 of all at once."""
+        return self.largest if dtype in TOLERANCE else self.total
+
     def problem(self, dtype: torch.dtype, *, has_experts: bool) -> str | None:
         """What is wrong, for a sentence that goes on; None where the errors are within the limits of `dtype`."""
         if dtype not in TOLERANCE:
