@@ -5,7 +5,7 @@ Steps of `parse_arguments`:
 1. Every argument is one `Argument` (`arguments_spec`, `arguments_table`).
 2. `argparse` reads the command line with all defaults suppressed, so that what was given is known.
    An unknown name is an error that names the nearest known one.
-3. Refused arguments and values, then parts that are not built yet, are errors with a way out.
+3. Refused arguments and values are errors with a way out.
 4. Defaults are filled in, dependent values derived and everything validated (`arguments_checks`).
 
 `configs` turns the result into Megatron-Core's configurations. Nothing here reads environment
@@ -21,7 +21,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from megatron.prefixflow import arguments_table as table
 from megatron.prefixflow.arguments_checks import derive, validate
 from megatron.prefixflow.arguments_docs import arguments_markdown, refused_markdown
 from megatron.prefixflow.arguments_result import CHECKPOINT_DESTS, Arguments, arguments_for_shape, shape_of
@@ -129,7 +128,6 @@ def parse_arguments(argv: Sequence[str], *, training: bool = False) -> Arguments
     if given.get("use_checkpoint_args"):
         given = {**_of_checkpoint(given), **given}
     _refuse(given)
-    _refuse_unbuilt(given)
     values = {a.dest: a.default for a in all_arguments() if a.effect is Effect.EFFECTIVE}
     values |= {dest: value for dest, value in given.items() if dest in values}
     warnings: list[str] = []
@@ -204,18 +202,6 @@ def _is_refused(argument: Argument, refusal: Refusal, value: Any) -> bool:
     if refusal.harmful:
         return any(v in refusal.harmful for v in values)
     return not all(v in refusal.harmless for v in values)
-
-
-def _refuse_unbuilt(given: Mapping[str, Any]) -> None:
-    dest_of = {flag: a.dest for a in all_arguments() for flag in a.flags}
-    sentences = [
-        f"{part.name} {shown(given[dest_of[part.name]])} is not built yet: it belongs to "
-        f"{part.reason}. Way out: leave it out."
-        for part in table.NOT_BUILT_YET
-        if dest_of[part.name] in given and part.wants(given[dest_of[part.name]])
-    ]
-    if sentences:
-        raise ArgumentsError("\n".join(sentences))
 
 
 def main(argv: Sequence[str]) -> int:

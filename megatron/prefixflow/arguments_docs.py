@@ -51,19 +51,8 @@ def _effective_table(arguments: Sequence[Argument]) -> list[str]:
         generated = argument.source not in ("ours", "Megatron-LM")
         # The field's own docstring is shown by --help; it belongs to Megatron-Core.
         meaning = f"field `{argument.dest}` of `{argument.source}`" if generated else argument.meaning
-        meaning += _not_built_of(argument)
         lines.append(f"| {_ticked(argument.flags)} | {_values_of(argument)} | {_default_of(argument)} | {meaning} |")
     return lines
-
-
-def _not_built_of(argument: Argument) -> str:
-    """A remark on an argument that is refused until its part is built, with the values that are where those have names."""
-    parts = [part for part in table.NOT_BUILT_YET if part.name in argument.flags]
-    if not parts:
-        return ""
-    built = [choice for choice in argument.choices if not any(part.wants(choice) for part in parts)]
-    values = [f"`{choice}`" for choice in argument.choices if choice not in built]
-    return f" (not built yet: {', '.join(values)})" if built else " (not built yet)"
 
 
 def _values_of(argument: Argument) -> str:
@@ -96,9 +85,4 @@ def refused_markdown() -> str:
         elif refusal.harmless:
             text += f" other than {', '.join(dict.fromkeys(f'`{v}`' for v in refusal.harmless))}"
         lines.append(f"| {text} | {refusal.reason} | {refusal.way_out} |")
-    lines += ["\n## Not built yet\n", "| part | arguments |", "| --- | --- |"]
-    parts: dict[str, list[str]] = {}
-    for part in table.NOT_BUILT_YET:
-        parts.setdefault(part.reason, []).append(part.name)
-    lines += [f"| {reason} | {_ticked(names)} |" for reason, names in parts.items()]
     return "\n".join(lines) + "\n"

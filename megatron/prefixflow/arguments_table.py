@@ -5,7 +5,6 @@ dataclasses it generates arguments from. Each name has exactly one `Effect`. Arg
 Megatron-Core dataclass has a field for are generated from that field (`GENERATED_EFFECTIVE` lists
 those that act); `OWN_ROWS` and `OUR_ROWS` hold the effective rest; `NO_EFFECT` and `REFUSALS` hold the
 other two kinds. A refusal may also name single values of an argument of the other kinds.
-`NOT_BUILT_YET` is apart: parts that are still to come, each refused by name until then.
 
 Invariants:
 
@@ -77,15 +76,6 @@ class Refusal:
     arity: Arity = Arity.FLAG
     harmless: tuple[Any, ...] = ()
     harmful: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class NotBuilt:
-    """A part that is still to come; `wants(value)`: does a given value of `name` need it."""
-
-    name: str
-    wants: Callable[[Any], bool]
-    reason: str
 
 
 def layer_pattern(text: str) -> int | list[int]:
@@ -1202,15 +1192,3 @@ REFUSALS: tuple[Refusal, ...] = (
         _VALUE,
     ),
 )
-
-
-def _given(value: Any) -> bool:
-    return value not in (None, False, [], ())
-
-
-def _not_built(reason: str, wants: Callable[[Any], bool], names: str) -> tuple[NotBuilt, ...]:
-    return tuple(NotBuilt(name, wants, reason) for name in names.split())
-
-
-NOT_BUILT_YET: tuple[NotBuilt, ...] = ()
-"""Parts that are still to come. Delete an entry when its part is built."""

@@ -10,8 +10,10 @@ reference log-probabilities, and the same old ones in a later update on a batch:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +29,7 @@ from prefixflow.trajectories.types import Trajectory
 LOGPROB_FACTOR = 100
 """Limit of absolute log-probability errors over that of gradients: values of order 10."""
 LOGPROB_TOLERANCE_BF16 = 0.5
+"""Of a trajectory's mean: logits of order 10 to 30 are rounded to 0.06 to 0.25 (docs/numerics.md)."""
 
 
 def dense_config(config: PlanConfig, trajectories: Sequence[Trajectory]) -> PlanConfig:
@@ -107,28 +110,35 @@ def problems_of(
 ) -> tuple[str, ...]:
     """Where a step differs from its dense run by more than rounding in `dtype`, each a part of a sentence."""
     tolerance = (TOLERANCE_MOE if has_experts else TOLERANCE).get(dtype)
-    limit = LOGPROB_TOLERANCE_BF16 if tolerance is None else LOGPROB_FACTOR * tolerance
+    if tolerance is None:
+        limit, distances = LOGPROB_TOLERANCE_BF16, _distances(outcome, dense, np.mean)
+    else:
+        limit, distances = LOGPROB_FACTOR * tolerance, _distances(outcome, dense, np.max)
     found = [
-        _logprob_problem(outcome, dense, trajectories, limit),
+        _logprob_problem(distances, trajectories, limit),
         _loss_problem(outcome, dense, limit),
         errors.problem(dtype, has_experts=has_experts),
     ]
     return tuple(problem for problem in found if problem is not None)
 
 
-def _logprob_problem(outcome: Outcome, dense: Outcome, trajectories: Sequence[Trajectory], limit: float) -> str | None:
+def _distances(outcome: Outcome, dense: Outcome, of: Callable[[np.ndarray], np.floating[Any]]) -> dict[int, float]:
+    """Of the log-probabilities of each trajectory; inf where they are not numbers."""
     assert outcome.logprobs.keys() == dense.logprobs.keys(), "the two plans run different trajectories"
-    errors = {i: np.abs(values - dense.logprobs[i]) for i, values in outcome.logprobs.items() if len(values)}
-    beyond = {i: float(e.max()) for i, e in errors.items() if not e.max() <= limit}
-    if not beyond:
+    errors = {i: np.abs(values - dense.logprobs[i]) for i, values in outcome.logprobs.items()}
+    return {i: float(of(error)) if np.isfinite(error).all() else math.inf for i, error in errors.items() if len(error)}
+
+
+def _logprob_problem(distances: Mapping[int, float], trajectories: Sequence[Trajectory], limit: float) -> str | None:
+    worst = max(distances, key=distances.__getitem__, default=None)
+    if worst is None or distances[worst] <= limit:
         return None
-    worst = max(beyond, key=lambda i: (np.isnan(beyond[i]), beyond[i]))
-    return f"log-probabilities of trajectory {trajectories[worst].id!r} differ by {beyond[worst]:.3g}, limit {limit:g}"
+    return (
+        f"log-probabilities of trajectory {trajectories[worst].id!r} differ by {distances[worst]:.3g}, limit {limit:g}"
+    )
 
 
 def _loss_problem(outcome: Outcome, dense: Outcome, limit: float) -> str | None:
     """A loss may cancel to nothing, so the gradient's norm gives the scale where it is larger."""
     difference, scale = abs(outcome.loss - dense.loss), max(abs(dense.loss), dense.norm)
-    if difference <= limit * scale:
-        return None
-    return f"the loss is {outcome.loss:.6g} and not {dense.loss:.6g}"
+    return None if difference <= limit * scale else f"the loss is {outcome.loss:.6g} and not {dense.loss:.6g}"

@@ -79,12 +79,6 @@ QWEN3_30B_A3B = tokens_of("""--disable-bias-linear --qk-layernorm --group-query-
 --train-iters 10 --lr 1e-6 --bf16 --trajectories rollouts --routing-replay rollout""")
 
 
-@pytest.fixture
-def everything_built(monkeypatch):
-    """As if no part were still to come."""
-    monkeypatch.setattr(table, "NOT_BUILT_YET", ())
-
-
 def refusal_of(argv, *, training=False) -> str:
     with pytest.raises(ArgumentsError) as error:
         parse_arguments(argv, training=training)
@@ -121,8 +115,6 @@ def test_every_table_entry_is_read():
     for refusal in table.REFUSALS:
         for name in refusal.names.split():
             assert BY_FLAG[name].refusal is refusal, name
-    for part in table.NOT_BUILT_YET:
-        assert BY_FLAG[part.name].effect is Effect.EFFECTIVE, part.name
 
 
 def test_every_field_of_megatrons_configs_is_classified():
@@ -218,24 +210,6 @@ def test_a_refused_name_without_its_value_is_still_refused():
 def test_all_refusals_are_told_at_once():
     message = refusal_of(["--fp16", "--hidden-dropout", "0.1", "--multi-latent-attention"])
     assert len(message.splitlines()) == 3
-
-
-@pytest.mark.parametrize("part", table.NOT_BUILT_YET, ids=lambda p: p.name)
-def test_not_built_yet(part):
-    argument = BY_FLAG[part.name]
-    values = [str(c) for c in argument.choices] or ["2"]
-    values = [v for v in values if part.wants(v if argument.choices else argument.kind(v))]
-    argv = [argument.flags[0]]
-    if argument.arity is not Arity.FLAG:
-        argv += values[:1] * (argument.num_values or 1)
-    message = refusal_of(argv)
-    assert "not built yet" in message
-    assert argument.flags[0] in message
-
-
-def test_defaults_need_no_part_that_is_not_built():
-    argv = tokens_of("--pp 1 --cp 1 --ep 1 --routing-replay off --prefix-memory keep --rollout trace")
-    parse_arguments(argv)
 
 
 @pytest.mark.parametrize(
@@ -379,16 +353,6 @@ def test_a_field_reaches_its_config(argument):
         ("--recompute none", "recompute_granularity", None),
         ("--recompute-activations", "recompute_granularity", "selective"),
         ("--recompute-granularity full --recompute-method block", "recompute_method", "block"),
-    ],
-)
-def test_values_of_the_transformer_config(argv, field, expected):
-    config = transformer_config(parse_arguments(argv.split()), on_gpu=False)
-    assert getattr(config, field) == expected
-
-
-@pytest.mark.parametrize(
-    ("argv", "field", "expected"),
-    [
         ("--pp 2 --vpp 2", "virtual_pipeline_model_parallel_size", 2),
         ("--pp 2 --num-layers-per-virtual-pipeline-stage 1", "virtual_pipeline_model_parallel_size", 2),
         ("--pp 2", "virtual_pipeline_model_parallel_size", None),
@@ -410,7 +374,7 @@ def test_values_of_the_transformer_config(argv, field, expected):
         ),
     ],
 )
-def test_values_of_the_transformer_config_once_built(everything_built, argv, field, expected):
+def test_values_of_the_transformer_config(argv, field, expected):
     config = transformer_config(parse_arguments(argv.split()), on_gpu=False)
     assert getattr(config, field) == expected
 
@@ -555,15 +519,9 @@ def test_token_budget(argv, tokens):
         ("--kv-budget-gib 0", "expected a number of GiB above 0"),
         ("--seed -1", "--seed is -1"),
         ("--policy-loss sft --tis-cap 2", "tis_cap"),
-    ],
-)
-def test_values_that_do_not_fit(argv, words):
-    assert words in refusal_of(argv.split())
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
+        ("--verify-steps -1", "--verify-steps is -1"),
+        ("--require-sharing --prefix-reuse off", "contradict each other"),
+        ("--require-sharing --verify-steps 1 --on-verify-mismatch fallback", "Use --on-verify-mismatch stop"),
         ("--pp 3", "does not divide evenly over 3 model chunks"),
         ("--pp 2 --vpp 3", "does not divide evenly over 6 model chunks"),
         ("--pp 2 --vpp 2 --num-layers-per-virtual-pipeline-stage 1", "say the same"),
@@ -576,7 +534,7 @@ def test_values_that_do_not_fit(argv, words):
         ("--model tiny-moe --moe-aux-loss-coeff 0.1 0.2", "has 2 values"),
     ],
 )
-def test_values_that_do_not_fit_once_built(everything_built, argv, words):
+def test_values_that_do_not_fit(argv, words):
     assert words in refusal_of(argv.split())
 
 
@@ -611,11 +569,11 @@ def test_training_values_that_do_not_fit(argv, words):
     assert words in refusal_of([*TRAINING, *argv.split()], training=True)
 
 
-def test_save_needs_its_interval(everything_built):
+def test_save_needs_its_interval():
     assert "--save-interval" in refusal_of([*TRAINING, "--save", "x"], training=True)
 
 
-def test_experts_with_tensor_parallelism_need_sequence_parallelism(everything_built):
+def test_experts_with_tensor_parallelism_need_sequence_parallelism():
     argv = [*TRAINING[:-1], "tiny-moe", "--tp", "2"]
     assert "--sequence-parallel" in refusal_of(argv, training=True)
     args = parse_arguments([*argv, "--sequence-parallel"], training=True)
@@ -636,7 +594,7 @@ def test_arguments_without_effect_in_this_combination_warn():
     assert "--context-parallel-kv" in args.warnings[0]
 
 
-def test_the_start_says_where_keys_are_under_context_parallelism(everything_built):
+def test_the_start_says_where_keys_are_under_context_parallelism():
     for more, words in (
         ("", "gathered, since there is no memory budget"),
         ("--context-parallel-kv ring", "passed round, as asked for"),
@@ -673,7 +631,7 @@ def test_llama_launch_script():
     assert "--overlap-grad-reduce" not in lines
 
 
-def test_qwen_moe_launch_script(everything_built):
+def test_qwen_moe_launch_script():
     args = parse_arguments(QWEN3_30B_A3B, training=True)
     ours = dataclasses.replace(shape_of(args), name="qwen3-30b-a3b")
     assert ours == BUILTIN_SHAPES["qwen3-30b-a3b"]
@@ -686,7 +644,7 @@ def test_qwen_moe_launch_script(everything_built):
 
 
 @pytest.mark.parametrize("name", BUILTIN_SHAPES)
-def test_shapes_survive_the_command_line(everything_built, name):
+def test_shapes_survive_the_command_line(name):
     shape = BUILTIN_SHAPES[name]
     args = parse_arguments(arguments_for_shape(shape))
     assert dataclasses.replace(shape_of(args), name=name) == shape
