@@ -63,7 +63,9 @@ def config_of(**changes: Any) -> TransformerConfig:
 
 def stock_model(config: TransformerConfig, **changes: Any) -> GPTModel:
     """As a stranger builds it: Megatron's local spec, nothing of ours."""
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=changes.get("vp_stage")
+    )
     keywords = {"vocab_size": VOCABULARY, "max_sequence_length": 128, "position_embedding_type": "rope"}
     return GPTModel(config=config, transformer_layer_spec=spec, **keywords | changes).to(config.params_dtype)
 
@@ -282,30 +284,37 @@ def test_refused_models(worlds: Worlds) -> None:
 
 
 def on_two_stages() -> list[Any]:
-    """Which stages refuse a model whose last one has a value head; then what is known of the whole model on each."""
-    groups = start_session(ParallelLayout(pp=2), 1)
-    stage = groups.pipeline_rank
+    """Both stages refuse a model whose last chunk has a value head; then what each knows of the whole model."""
+    groups = start_session(ParallelLayout(pp=2, vpp=2), 1)
     config = config_of(
-        pipeline_model_parallel_size=2, pipeline_dtype=torch.float32, num_layers_in_last_pipeline_stage=1
+        num_layers=6,
+        num_layers_in_last_pipeline_stage=2,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
     )
-    config = dataclasses.replace(config, num_layers=3)
-    model = stock_model(config, pre_process=stage == 0, post_process=stage == 1)
-    head = getattr(model, "output_layer", None)
+    stages = [groups.pipeline_rank, groups.pipeline_rank + 2]
+    model = [
+        stock_model(config, pre_process=stage == 0, post_process=stage == 3, vp_stage=chunk)
+        for chunk, stage in enumerate(stages)
+    ]
+    head = getattr(model[1], "output_layer", None)
     if head is not None:
-        model.output_layer = torch.nn.Linear(32, 1)
+        model[1].output_layer = torch.nn.Linear(32, 1)
     with pytest.raises(ValueError, match="value and reward heads"):
         enable_prefix_reuse(model)
     if head is not None:
-        model.output_layer = head
+        model[1].output_layer = head
     with enable_prefix_reuse(model) as handle:
-        first, config = handle.groups, handle.plan_config(64)
+        first, plan_config = handle.groups, handle.plan_config(64)
+        assert handle_of(model[1]) is handle
     with enable_prefix_reuse(model) as handle:
         assert handle.groups is first, "channels were made twice"
-    return [config.stage_layers, config.pipeline_size, handle.shape.num_layers]
+    return [plan_config.stage_layers, plan_config.pipeline_size, plan_config.num_chunks, handle.shape.num_layers]
 
 
 def test_stages_refuse_together(worlds: Worlds) -> None:
-    assert worlds[2].run(on_two_stages) == [[(2, 1), 2, 3]] * 2
+    assert worlds[2].run(on_two_stages) == [[(2, 1, 2, 1), 2, 2, 6]] * 2
 
 
 @pytest.mark.parametrize(
@@ -340,10 +349,10 @@ def overlapped_steps() -> dict[str, Any]:
         handle = enable_prefix_reuse(ddp, prefix_reuse="on", max_tokens_per_microbatch=16)
         plan = plan_step(trajectories, handle.plan_config(16), SFT)
         results = []
-        for is_ours in (True, True, False, False, True):
+        for run in ("early", "at the end", "Megatron's", "Megatron's", "early"):
             ddp.zero_grad_buffer()
-            if is_ours:
-                with handle.step():
+            if run != "Megatron's":
+                with handle.step(force_all_reduce=run == "at the end"):
                     handle.runner.forward_backward(plan, trajectories, SFT)
                     found["early"] += sum(g.grad_reduce_handle is not None for g in ddp.bucket_groups)
                 assert all((g.grad_reduce_handle is not None) == overlaps for g in ddp.bucket_groups)
