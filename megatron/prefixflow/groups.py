@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from prefixflow.runtime.links import Channel
 
@@ -108,6 +109,18 @@ def shared_groups() -> SharedGroups:
     if _shared is None or _shared.groups.pipeline is not parallel_state.get_pipeline_model_parallel_group():
         _shared = SharedGroups()
     return _shared
+
+
+def process_group_collection() -> ProcessGroupCollection:
+    """What Megatron's schedules hand to `finalize_model_grads_func` where their caller has named no groups."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups
 
 
 def _channels(pipeline: dist.ProcessGroup) -> dict[Channel, dist.ProcessGroup]:

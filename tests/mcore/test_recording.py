@@ -1,0 +1,170 @@
+"""Forward steps of a framework, recorded: which sequences they mean, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron.prefixflow.recording import Part, Reading, Recording, TokenLosses, merged, read, record, replay
+
+TOKENS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]])
+LABELS = torch.tensor([[2, 3, 4, 9], [6, 7, 8, 0]])
+"""The second row ends with token 8, which stands in its labels only, then padding."""
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+LOGPROBS = (torch.tensor([0.0, -1, -2, -3, -4]), torch.tensor([0.0, -5, -6, -7]))
+
+
+class Inner(torch.nn.Module):
+    tag = "inner"
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return args, kwargs
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Inner()
+
+
+def reading(training: bool = True, **changes: Any) -> Reading:
+    given = {"input_ids": TOKENS, "position_ids": None, "attention_mask": None, "labels": LABELS, "loss_mask": MASK}
+    recording = Recording((), {**given, **changes}, None)
+    return read(Part.of(recording, "Microbatch 3"), "Microbatch 3", training=training)
+
+
+def sequences(found: Reading) -> list[tuple[list[int], list[bool]]]:
+    return [(s.tokens.tolist(), s.scored.tolist()) for s in found.sequences if s.scored is not None]
+
+
+def causal(size: int) -> torch.Tensor:
+    return torch.ones(1, 1, size, size, dtype=torch.bool).triu(1)
+
+
+def test_a_row_ends_with_the_label_of_its_last_position_that_is_read() -> None:
+    found = reading()
+    assert sequences(found) == [
+        ([1, 2, 3, 4, 9], [False, True, True, True, True]),
+        ([5, 6, 7, 8], [False, True, True, True]),
+    ]
+    assert found.num_tokens == 8
+
+
+def test_losses_stand_where_megatron_puts_them_and_are_0_elsewhere() -> None:
+    losses = TokenLosses(reading(), "Microbatch 3", torch.device("cpu"))(LOGPROBS)
+    assert losses.tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
+
+
+def packed(lengths: tuple[int, ...], room: tuple[int, ...]) -> PackedSeqParams:
+    bounds = [torch.tensor(np.cumsum([0, *sizes]), dtype=torch.int32) for sizes in (lengths, room)]
+    return PackedSeqParams("thd", bounds[0], bounds[0], bounds[1], bounds[1])
+
+
+def test_packed_sequences_with_room_between_them() -> None:
+    tokens = torch.tensor([[1, 2, 0, 0, 3, 4, 5, 0, 0]])
+    labels = torch.tensor([[2, 8, 0, 0, 4, 5, 9, 0, 0]])
+    found = reading(
+        input_ids=tokens, labels=labels, loss_mask=None, packed_seq_params=packed((2, 3), (4, 4)), position_ids=tokens
+    )
+    assert sequences(found) == [([1, 2, 8], [False, True, True]), ([3, 4, 5, 9], [False, True, True, True])]
+    losses = TokenLosses(found, "", torch.device("cpu"))((torch.tensor([0.0, -1, -2]), torch.tensor([0.0, -3, -4, -5])))
+    assert losses.tolist() == [[1, 2, 0, 0, 3, 4, 5, 0, 0]]
+
+
+def test_what_the_loss_does_not_read_may_have_any_label() -> None:
+    labels = LABELS.clone()
+    labels[0, 1] = 77
+    assert sequences(reading(labels=labels, loss_mask=None))[0] == ([1, 2, 3, 4, 9], [False, True, False, True, True])
+    assert sequences(reading(labels=LABELS - 100 * (1 - MASK)))[1] == ([5, 6, 7, 8], [False, True, True, True])
+    nothing = reading(loss_mask=torch.zeros_like(MASK))
+    assert sequences(nothing) == [([1], [False]), ([5], [False])]
+
+
+def test_a_loss_that_reads_what_was_not_scored_is_an_error_that_names_the_place() -> None:
+    leaves = [values.clone().requires_grad_() for values in LOGPROBS]
+    losses = TokenLosses(reading(), "Microbatch 3", torch.device("cpu"))
+    torch.autograd.grad((losses(leaves) * MASK).sum(), leaves)
+    with pytest.raises(ValueError, match=r"Microbatch 3: the loss reads row 1, position 3, .* Mask it in the loss"):
+        torch.autograd.grad(losses(leaves).sum(), leaves)
+
+
+def test_masks_and_positions_of_padding_on_the_right_are_read_over() -> None:
+    positions = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 0]])
+    mask = causal(4).repeat(2, 1, 1, 1)
+    mask[1, 0, 3] = True
+    assert len(reading(position_ids=positions, attention_mask=mask).sequences) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"labels": None}, "without labels on every pipeline stage.* Pass labels"),
+        ({"input_ids": None}, "without input_ids"),
+        ({"labels": LABELS[:, :3]}, r"shape \[2, 4\] and labels \[2, 3\]"),
+        ({"position_ids": torch.tensor([[0, 0, 1, 2]])}, "row 0: position_ids are not 0, 1, 2"),
+        ({"attention_mask": ~causal(4)}, "row 0: the attention mask is not causal over the 4 positions"),
+        ({"attention_mask": causal(4).triu(2)}, "not causal"),
+        ({"attention_mask": torch.ones(2, 4)}, "attention_mask is torch.float32 of shape"),
+        ({"decoder_input": TOKENS}, "called with decoder_input"),
+        ({"surprise": 1}, "in another way than GPTModel.forward"),
+        ({"packed_seq_params": packed((2, 3), (1, 4))}, "leave less room"),
+        ({"packed_seq_params": packed((2, 3), (2, 3))}, "expected one row"),
+        (
+            {"labels": LABELS + 1, "loss_mask": None, "training": False},
+            "sequence 0: labels are not the tokens that follow",
+        ),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=rf"Microbatch 3.*{words}"):
+        reading(**changes)
+
+
+def test_stages_put_together_what_they_know() -> None:
+    first, last = Part(tokens=TOKENS.numpy()), Part(labels=LABELS.numpy(), loss_mask=MASK.numpy().astype(bool))
+    both = read(merged([first, Part(), last]), "", training=True)
+    assert sequences(both) == sequences(reading())
+
+
+def step(change: Callable[[Any], Any], data: Any, model: Any) -> tuple[Any, Any]:
+    return change(model(next(data), None, attention_mask=None)), print
+
+
+def test_a_recording_answers_like_the_model_and_runs_it_later() -> None:
+    def unwrapping(data: Any, model: Any) -> tuple[Any, Any]:
+        while isinstance(model, Wrapper):
+            model = model.module
+        assert model.tag == "inner"
+        assert isinstance(model, Inner)
+        output = model(next(data), None, labels=LABELS)
+        assert output.shape == TOKENS.shape
+        return output, print
+
+    (recording,) = record(unwrapping, iter([TOKENS]), Wrapper(), 1)
+    output, loss = replay(iter([recording]), Inner())
+    assert loss is print
+    assert output == ((TOKENS, None), {"labels": LABELS})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda output: output * 2, r"uses the model's output before it returns it \(mul\)"),
+        (lambda output: output.float().mean(), r"\(float\)"),
+        (lambda output: (output, None), "Microbatch 0: the forward step returns a tuple"),
+    ],
+)
+def test_an_output_that_is_used_too_early(change: Callable[[Any], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        record(partial(step, change), iter([TOKENS]), Inner(), 1)
+
+
+def test_a_forward_step_that_calls_no_model() -> None:
+    with pytest.raises(ValueError, match="called the model 0 times, expected once"):
+        record(lambda data, model: (next(data), None), iter([TOKENS]), Inner(), 1)
