@@ -1,0 +1,220 @@
+"""`forward_backward` against Megatron's own schedules on the very same microbatches and model."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from torch import Tensor
+
+from megatron.prefixflow import enable_prefix_reuse, forward_backward
+from megatron.prefixflow.attach_checks import accept_core_attention
+from megatron.prefixflow.model import bare_model
+from prefixflow.plan.layout import ParallelLayout
+from prefixflow.runtime.world import Worlds
+from tests.mcore import foreign
+from tests.mcore.faults import restore
+from tests.mcore.foreign import Adapter, Model, Sample
+
+WIDTH = 28
+NUM_MICROBATCHES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """door: how microbatches look and who reads them. settings: of `enable_prefix_reuse`."""
+
+    model: Model = field(default_factory=Model)
+    door: str = "dense"
+    loss: str = "pair"
+    settings: dict[str, Any] = field(default_factory=lambda: {"prefix_reuse": "on"})
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """Of one call: what it returned, gradients by name, and what was given to `finalize_model_grads_func`, each time."""
+
+    results: list[Any]
+    gradients: dict[str, Tensor]
+    num_tokens: list[int | None]
+
+
+class Framework:
+    """Runs steps of a case, with reuse or by Megatron's own schedule."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.chunks = case.model.build()
+        self.model = self.chunks if len(self.chunks) > 1 else self.chunks[0]
+        self.config = bare_model(self.chunks[0]).config
+        self.data_rank = torch.distributed.get_rank() // (case.model.layout.tp * case.model.layout.cp) % case.model.layout.dp
+        self._finalize = self.config.finalize_model_grads_func
+        self._num_tokens: list[int | None] = []
+        if self._finalize is not None:
+            self.config.finalize_model_grads_func = self._finalized
+
+    def samples(self, step: int) -> list[list[Sample]]:
+        return foreign.split(foreign.samples(step, self.data_rank), NUM_MICROBATCHES)
+
+    def original(self, step: int, **keywords: Any) -> Outcome:
+        # Megatron's own attention runs packed sequences on no CPU.
+        door = {"packed": "dense"}.get(self.case.door, self.case.door)
+        return self._run(get_forward_backward_func(), door, self.samples(step), keywords)
+
+    def ours(self, step: int, **keywords: Any) -> Outcome:
+        if self.case.door == "adapter":
+            keywords["adapter"] = Adapter(self.case.loss)
+        return self._run(forward_backward, self.case.door, self.samples(step), keywords)
+
+    def _run(self, function: Any, door: str, microbatches: list[list[Sample]], keywords: dict[str, Any]) -> Outcome:
+        self.zero_gradients()
+        self._num_tokens = []
+        forward_step, items = self._data(door, microbatches)
+        iterators = [iter(items) for _ in self.chunks]
+        results = function(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
+            model=self.model,
+            num_microbatches=NUM_MICROBATCHES,
+            seq_length=WIDTH,
+            micro_batch_size=len(microbatches[0]),
+            **keywords,
+        )
+        assert all(not list(iterator) for iterator in iterators)
+        return Outcome(results, self.gradients(), self._num_tokens)
+
+    def _data(self, door: str, microbatches: list[list[Sample]]) -> tuple[Any, list[Any]]:
+        loss = self.case.loss
+        if door == "adapter":
+            return partial(foreign.sample_step, loss, WIDTH), microbatches
+        if door == "staged":
+            return partial(foreign.staged_forward_step, loss), [foreign.dense(m, WIDTH) for m in microbatches]
+        if door == "packed":
+            return partial(foreign.forward_step, loss, False), [foreign.packed(m) for m in microbatches]
+        return partial(foreign.forward_step, loss, door == "masked"), [foreign.dense(m, WIDTH) for m in microbatches]
+
+    def zero_gradients(self) -> None:
+        for chunk in self.chunks:
+            if self.case.model.ddp is not None:
+                chunk.zero_grad_buffer()
+            else:
+                chunk.zero_grad(set_to_none=True)
+
+    def gradients(self) -> dict[str, Tensor]:
+        found = {}
+        for number, chunk in enumerate(self.chunks):
+            for name, parameter in bare_model(chunk).named_parameters():
+                gradient = getattr(parameter, "main_grad", parameter.grad)
+                found[f"{number}.{name}"] = torch.zeros_like(parameter) if gradient is None else gradient.detach().clone()
+        return found
+
+    def update(self, gradients: dict[str, Tensor]) -> None:
+        for number, chunk in enumerate(self.chunks):
+            for name, parameter in bare_model(chunk).named_parameters():
+                parameter.data.sub_(0.1 * gradients[f"{number}.{name}"])
+
+    def _finalized(self, model: Any, num_tokens: Tensor | None = None, **keywords: Any) -> None:
+        assert set(keywords) == {"pg_collection", "force_all_reduce"}
+        assert [id(chunk) for chunk in model] == [id(chunk) for chunk in self.chunks]
+        self._num_tokens.append(None if num_tokens is None else int(num_tokens))
+        self._finalize(model, num_tokens, **keywords)
+
+
+def difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest relative error of a gradient."""
+    assert got.keys() == expected.keys()
+    floor = 1e-3 * max((float(g.norm()) for g in expected.values()), default=1.0)
+    return max((float((got[n] - g).norm()) / max(float(g.norm()), floor) for n, g in expected.items()), default=0.0)
+
+
+def largest(results: list[Any], expected: list[Any]) -> float:
+    """Largest difference of two lists of equal structure."""
+    assert len(results) == len(expected)
+    worst = 0.0
+    for got, wanted in zip(results, expected, strict=True):
+        pairs = [(got, wanted)] if isinstance(wanted, Tensor) else [(got[name], wanted[name]) for name in wanted]
+        assert isinstance(wanted, Tensor) or got.keys() == wanted.keys()
+        worst = max(worst, *(float((a.double() - b.double()).abs().max()) for a, b in pairs))
+    return worst
+
+
+def compare(case: Case) -> dict[str, Any]:
+    """Two steps both ways, and one more without reuse after it was switched off."""
+    framework = Framework(case)
+    report: dict[str, Any] = {"gradients": 0.0, "results": 0.0, "num_results": [], "num_tokens": []}
+    first: Outcome | None = None
+    for step in range(2):
+        expected = framework.original(step)
+        with enable_prefix_reuse(framework.model, **case.settings) as handle:
+            got = framework.ours(step)
+            report["metrics"] = handle.metrics
+        report["gradients"] = max(report["gradients"], difference(got.gradients, expected.gradients))
+        report["results"] = max(report["results"], largest(got.results, expected.results))
+        report["num_results"].append(len(got.results))
+        report["num_tokens"].append((got.num_tokens, expected.num_tokens))
+        again = framework.original(step)
+        report["restored"] = bool(
+            all(torch.equal(again.gradients[n], g) for n, g in expected.gradients.items())
+            and largest(again.results, expected.results) == 0
+        )
+        first = first or expected
+        framework.update(expected.gradients)
+    restore()
+    return report
+
+
+def layout(**sizes: int) -> Model:
+    return Model(layout=ParallelLayout(**sizes), num_layers=4 if sizes.get("vpp", 1) > 1 else 2)
+
+
+PER_TOKEN = {"calculate_per_token_loss": True}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MOE = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+}
+CASES = {
+    "dense": Case(),
+    "masked": Case(door="masked"),
+    "packed": Case(door="packed"),
+    "adapter": Case(door="adapter"),
+    "triple": Case(loss="triple", door="masked"),
+    "triple per token": Case(Model(options=PER_TOKEN), loss="triple", door="adapter"),
+    "pair per token": Case(Model(options=PER_TOKEN)),
+    "scaled": Case(Model(options={"grad_scale_func": partial(torch.mul, 64.0)}), loss="triple"),
+    "bare": Case(Model(ddp=None)),
+    "recomputed": Case(Model(options=RECOMPUTED)),
+    "dp 2": Case(layout(dp=2), door="masked"),
+    "dp 2, overlap, per token": Case(
+        Model(layout=ParallelLayout(dp=2), options=PER_TOKEN, ddp={"overlap_grad_reduce": True, "bucket_size": 5000}),
+        loss="triple",
+    ),
+    "tp 2": Case(layout(tp=2), door="packed"),
+    "pp 2": Case(layout(pp=2), door="staged"),
+    "pp 2, per token": Case(replace(layout(pp=2), options=PER_TOKEN), door="adapter", loss="triple"),
+    "pp 2, vpp 2": Case(layout(pp=2, vpp=2), door="staged"),
+    "ep 2": Case(replace(layout(dp=2, ep=2), options=MOE), door="masked"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_and_results_are_those_of_megatrons_own_schedule(worlds: Worlds, name: str) -> None:
+    case = CASES[name]
+    for report in worlds[case.model.layout.world_size].run(compare, case, timeout_s=120):
+        assert report["gradients"] < (1e-6 if "ep" in name else 1e-10), report
+        assert report["results"] < (1e-6 if "ep" in name else 1e-10), report
+        assert report["restored"]
+        for got, expected in report["num_tokens"]:
+            assert got == expected
+            assert len(got) == (case.model.ddp is not None)
+        assert report["metrics"]["prefixflow/shared_tokens_ratio"] > 0.3
+        assert report["metrics"]["prefixflow/fallback"] == 0
