@@ -48,7 +48,7 @@ class UnusedAttention(MegatronModule):
 class Model:
     """How a test's model is built. options: of TransformerConfig. ddp: of DDP; None leaves the model bare."""
 
-    layout: ParallelLayout = ParallelLayout()
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
     num_layers: int = 2
     dtype: torch.dtype = torch.float64
     options: dict[str, Any] = field(default_factory=dict)
@@ -154,7 +154,9 @@ def split(found: Sequence[Sample], num_microbatches: int) -> list[list[Sample]]:
 
 def dense(microbatch: Sequence[Sample], width: int) -> dict[str, Any]:
     """Tokens, labels and weights [b, width], padded on the right."""
-    tokens, labels, weights = (torch.zeros(len(microbatch), width, dtype=t) for t in (torch.int64, torch.int64, torch.float64))
+    tokens, labels, weights = (
+        torch.zeros(len(microbatch), width, dtype=t) for t in (torch.int64, torch.int64, torch.float64)
+    )
     for row, sample in enumerate(microbatch):
         n = len(sample.tokens)
         tokens[row, :n] = torch.from_numpy(sample.tokens.copy())
@@ -167,7 +169,9 @@ def dense(microbatch: Sequence[Sample], width: int) -> dict[str, Any]:
 def packed(microbatch: Sequence[Sample], room: int = 3) -> dict[str, Any]:
     """The same in one row, each sequence without its last token and with padding up to a multiple of `room`."""
     rows = [dense([sample], -(-(len(sample.tokens) - 1) // room) * room + 1) for sample in microbatch]
-    one = {name: torch.cat([row[name][:, :-1] for row in rows], 1) for name in ("tokens", "labels", "weights", "positions")}
+    one = {
+        name: torch.cat([row[name][:, :-1] for row in rows], 1) for name in ("tokens", "labels", "weights", "positions")
+    }
     bounds = [
         torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
         for lengths in ([len(s.tokens) - 1 for s in microbatch], [row["tokens"].shape[1] - 1 for row in rows])

@@ -15,10 +15,11 @@ from torch import Tensor
 from megatron.prefixflow import enable_prefix_reuse, forward_backward
 from megatron.prefixflow.attach_checks import accept_core_attention
 from megatron.prefixflow.model import bare_model
+from megatron.prefixflow.step import StepRunner
 from prefixflow.plan.layout import ParallelLayout
 from prefixflow.runtime.world import Worlds
 from tests.mcore import foreign
-from tests.mcore.faults import restore
+from tests.mcore.faults import patch, restore
 from tests.mcore.foreign import Adapter, Model, Sample
 
 WIDTH = 32
@@ -52,7 +53,9 @@ class Framework:
         self.chunks = case.model.build()
         self.model = self.chunks if len(self.chunks) > 1 else self.chunks[0]
         self.config = bare_model(self.chunks[0]).config
-        self.data_rank = torch.distributed.get_rank() // (case.model.layout.tp * case.model.layout.cp) % case.model.layout.dp
+        self.data_rank = (
+            torch.distributed.get_rank() // (case.model.layout.tp * case.model.layout.cp) % case.model.layout.dp
+        )
         self._finalize = self.config.finalize_model_grads_func
         self._num_tokens: list[int | None] = []
         if self._finalize is not None:
@@ -110,7 +113,9 @@ class Framework:
         for number, chunk in enumerate(self.chunks):
             for name, parameter in bare_model(chunk).named_parameters():
                 gradient = getattr(parameter, "main_grad", parameter.grad)
-                found[f"{number}.{name}"] = torch.zeros_like(parameter) if gradient is None else gradient.detach().clone()
+                found[f"{number}.{name}"] = (
+                    torch.zeros_like(parameter) if gradient is None else gradient.detach().clone()
+                )
         return found
 
     def update(self, gradients: dict[str, Tensor]) -> None:
@@ -143,11 +148,16 @@ def largest(results: list[Any], expected: list[Any]) -> float:
     return worst
 
 
+def is_same(got: Outcome, expected: Outcome) -> bool:
+    """To the bit."""
+    gradients = all(torch.equal(got.gradients[name], g) for name, g in expected.gradients.items())
+    return gradients and largest(got.results, expected.results) == 0 and got.num_tokens == expected.num_tokens
+
+
 def compare(case: Case) -> dict[str, Any]:
     """Two steps both ways, and one more without reuse after it was switched off."""
     framework = Framework(case)
-    report: dict[str, Any] = {"gradients": 0.0, "results": 0.0, "num_results": [], "num_tokens": []}
-    first: Outcome | None = None
+    report: dict[str, Any] = {"gradients": 0.0, "results": 0.0, "num_tokens": []}
     for step in range(2):
         expected = framework.original(step)
         with enable_prefix_reuse(framework.model, **case.settings) as handle:
@@ -155,15 +165,99 @@ def compare(case: Case) -> dict[str, Any]:
             report["metrics"] = handle.metrics
         report["gradients"] = max(report["gradients"], difference(got.gradients, expected.gradients))
         report["results"] = max(report["results"], largest(got.results, expected.results))
-        report["num_results"].append(len(got.results))
         report["num_tokens"].append((got.num_tokens, expected.num_tokens))
         again = framework.original(step)
-        report["restored"] = bool(
-            all(torch.equal(again.gradients[n], g) for n, g in expected.gradients.items())
-            and largest(again.results, expected.results) == 0
-        )
-        first = first or expected
+        report["restored"] = is_same(again, expected)
         framework.update(expected.gradients)
+    restore()
+    return report
+
+
+def compare_context_parallel(case: Case) -> dict[str, Any]:
+    """Two ranks that share sequences against two that have the same ones, since Megatron's own attention on the CPU does not share."""
+    dense = Framework(replace(case, model=replace(case.model, layout=ParallelLayout(dp=2), attention=None)))
+    dense.data_rank = 0
+    expected = dense.original(0)
+    weights = [chunk.state_dict() for chunk in dense.chunks]
+    restore()
+    framework = Framework(case)
+    for chunk, state in zip(framework.chunks, weights, strict=True):
+        chunk.load_state_dict(state)
+    accept_core_attention(foreign.UnusedAttention)
+    with enable_prefix_reuse(framework.model, **case.settings):
+        got = framework.ours(0)
+    restore()
+    return {
+        "gradients": difference(got.gradients, expected.gradients),
+        "results": largest(got.results, expected.results),
+        "num_tokens": (got.num_tokens, expected.num_tokens),
+    }
+
+
+def other_calls() -> dict[str, bool]:
+    """What is not a training step that shares something, on one process."""
+    framework = Framework(Case(Model(options={"calculate_per_token_loss": True}), loss="pair"))
+    checks: dict[str, bool] = {}
+    scored = {"forward_only": True}
+    collected = {**scored, "collect_non_loss_data": True}
+    trained, scores, data = (framework.original(0, **keywords) for keywords in ({}, scored, collected))
+    with enable_prefix_reuse(framework.model, prefix_reuse="on") as handle:
+        got = framework.ours(0, **scored)
+        checks["scores"] = largest(got.results, scores.results) < 1e-12 and not got.num_tokens
+        checks["no gradients"] = not any(g.any() for g in got.gradients.values())
+        checks["scored by reuse"] = handle.metrics["prefixflow/fallback"] == 0
+        with torch.no_grad():
+            got = framework.ours(0, **collected)
+        checks["collected"] = largest(got.results, data.results) < 1e-12
+    with enable_prefix_reuse(framework.model, prefix_reuse="off") as handle:
+        checks["nothing shared: the original"] = is_same(framework.ours(0), trained)
+        checks["nothing shared: counted"] = handle.metrics["prefixflow/fallback"] == 1
+    with enable_prefix_reuse(framework.model, prefix_reuse="off", require_sharing=True):
+        checks["may score without sharing"] = bool(framework.ours(0, **scored).results)
+        checks["must share in training"] = "Nothing is shared in this step (12 sequences" in error_of(framework)
+    restore()
+    return checks
+
+
+def error_of(framework: Framework) -> str:
+    try:
+        framework.ours(0)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def wrong_gradient() -> None:
+    """A mutant: the step leaves the gradient of one parameter a little too long."""
+    run = StepRunner.run
+
+    def mutated(self: StepRunner, *args: Any, training: bool, **keywords: Any) -> None:
+        run(self, *args, training=training, **keywords)
+        if training:
+            self.chunks[0].decoder.layers[0].mlp.linear_fc1.weight.main_grad.mul_(1.001)
+
+    patch(StepRunner, "run", mutated)
+
+
+def verified(case: Case) -> dict[str, Any]:
+    """Steps that are compared: right, then wrong."""
+    framework = Framework(case)
+    report: dict[str, Any] = {}
+    expected = [framework.original(step) for step in range(2)]
+    settings = {**case.settings, "verify_steps": 1}
+    with enable_prefix_reuse(framework.model, **settings) as handle:
+        got = framework.ours(0)
+        report["right"] = difference(got.gradients, expected[0].gradients), got.num_tokens == expected[0].num_tokens
+        report["error"] = handle.metrics["prefixflow/gradient_error"]
+        wrong_gradient()
+        report["not compared"] = difference(framework.ours(1).gradients, expected[1].gradients)
+    with enable_prefix_reuse(framework.model, **settings):
+        report["stopped"] = error_of(framework)
+    with enable_prefix_reuse(framework.model, **settings, on_mismatch="fallback") as handle:
+        report["fell back"] = [
+            difference(framework.ours(step).gradients, expected[step].gradients) for step in range(2)
+        ]
+        report["fallback"] = handle.metrics["prefixflow/fallback"]
     restore()
     return report
 
@@ -220,3 +314,64 @@ def test_gradients_and_results_are_those_of_megatrons_own_schedule(worlds: World
             assert len(got) == (case.model.ddp is not None)
         assert report["metrics"]["prefixflow/shared_tokens_ratio"] > 0.3
         assert report["metrics"]["prefixflow/fallback"] == 0
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("loss", ["pair", "triple"])
+def test_ranks_that_share_sequences_call_the_loss_on_whole_ones(worlds: Worlds, loss: str, per_token: bool) -> None:
+    model = Model(
+        ParallelLayout(cp=2), options={"calculate_per_token_loss": per_token}, attention=foreign.UnusedAttention
+    )
+    for report in worlds[2].run(compare_context_parallel, Case(model, door="adapter", loss=loss), timeout_s=120):
+        assert report["gradients"] < 1e-10, report
+        assert report["results"] < 1e-10, report
+        assert report["num_tokens"][0] == report["num_tokens"][1]
+
+
+def test_scoring_and_steps_that_share_nothing(worlds: Worlds) -> None:
+    (checks,) = worlds[1].run(other_calls, timeout_s=120)
+    assert all(checks.values()), checks
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Model(), layout(tp=2), Model(ParallelLayout(dp=2), ddp={"overlap_grad_reduce": True, "bucket_size": 5000})],
+    ids=["one process", "tp 2", "dp 2, overlap"],
+)
+def test_steps_can_be_verified(worlds: Worlds, model: Model) -> None:
+    for report in worlds[model.layout.world_size].run(verified, Case(model), timeout_s=120):
+        assert report["right"][0] < 1e-10
+        assert report["right"][1]
+        assert report["error"] < 1e-10
+        assert report["not compared"] > 1e-4
+        assert "verify_steps: step 1 with prefix reuse is not the original one: the gradient of" in report["stopped"]
+        assert "linear_fc1" in report["stopped"]
+        assert max(report["fell back"]) == 0
+        assert report["fallback"] == 1
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        schedules.forward_backward_no_pipelining,
+        schedules.forward_backward_pipelining_without_interleaving,
+        schedules.forward_backward_pipelining_with_interleaving,
+    ],
+)
+def test_the_signature_is_that_of_megatrons_schedules(schedule: Any) -> None:
+    ours, theirs = inspect.signature(forward_backward).parameters, inspect.signature(schedule).parameters
+    assert [*theirs, "adapter"] == list(ours)
+    for name, parameter in theirs.items():
+        assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
+    called = inspect.signature(schedules.forward_step_calc_loss).parameters
+    assert list(called)[:8] == [
+        "model",
+        "output_tensor",
+        "loss_func",
+        "config",
+        "vp_stage",
+        "collect_non_loss_data",
+        "num_microbatches",
+        "forward_data_store",
+    ]
+    assert {"cp_group_size", "is_last_stage"} < set(called)
