@@ -32,7 +32,7 @@ from megatron.prefixflow.doors import Chunks, Door, open_door
 from megatron.prefixflow.groups import Groups, process_group_collection
 from megatron.prefixflow.loss_contract import LossContract
 from megatron.prefixflow.routing import RoutingReplay
-from megatron.prefixflow.verify import Snapshot, compare_gradients, local_gradients
+from megatron.prefixflow.verify import Snapshot, compare_gradients, copied, summed_gradients
 from prefixflow.plan.plan import Plan
 from prefixflow.runtime.called import CalledObjective
 from prefixflow.trajectories.types import Trajectory
@@ -168,7 +168,13 @@ class Sums:
     def of(cls, plan: Plan, groups: Groups, device: torch.device) -> Sums:
         """Collective over the data-parallel ranks."""
         forest = plan.forest
-        own = (forest.num_shared_segments > 0, forest.logical_tokens, forest.computed_tokens, plan.baseline_flops, plan.reuse_flops)
+        own = (
+            forest.num_shared_segments > 0,
+            forest.logical_tokens,
+            forest.computed_tokens,
+            plan.baseline_flops,
+            plan.reuse_flops,
+        )
         sums = torch.tensor(own, dtype=torch.float64, device=device)
         dist.all_reduce(sums, group=groups.data_parallel)
         return cls(*sums.tolist())
@@ -291,10 +297,11 @@ class _Step:
         before = Snapshot(handle.chunks)
         with _unfinished(self._config):
             results = self._schedule.original(*self._door.again())
-        expected = Snapshot(handle.chunks)
+        original = Snapshot(handle.chunks)
+        expected = copied(summed_gradients(handle.chunks, handle.groups))
         before.restore()
         losses = self._run(plan, batch)
-        errors = compare_gradients(local_gradients(handle.chunks), expected.gradients)
+        errors = compare_gradients(summed_gradients(handle.chunks, handle.groups), expected)
         handle.metrics["prefixflow/gradient_error"] = errors.largest
         # Megatron's own cross entropy is float32, also in a float64 model.
         dtype = self._runner.parameter_dtype
@@ -308,7 +315,7 @@ class _Step:
             raise RuntimeError(
                 f"{story} Report it with the model's configuration; on_mismatch='fallback' trains on without prefix reuse."
             )
-        expected.restore()
+        original.restore()
         handle.gave_up = True
         handle.metrics = _metrics(Sums(), fallback=True)
         return losses, results

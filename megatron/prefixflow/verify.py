@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.prefixflow.experts import is_expert
 from megatron.prefixflow.gradients import square_sum
+from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.shards import global_parameters
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -41,6 +43,36 @@ def local_gradients(chunks: Sequence[Any]) -> Named:
     chunks: bare `GPTModel`s.
     """
     return [(name, _gradient(parameter)) for chunk in chunks for name, parameter in global_parameters(chunk)]
+
+
+@torch.no_grad()
+def summed_gradients(chunks: Sequence[Any], groups: Groups) -> Iterator[tuple[str, Tensor | None]]:
+    """Local gradients, not yet reduced over data-parallel ranks, that two passes over the same trajectories can be compared by.
+
+    Ranks that share sequences (tensor-parallel ones under sequence parallelism, context-parallel ones) each have the gradients of the
+    positions that they ran, and another pass may deal positions otherwise: so these are summed. Collective.
+
+    chunks: bare `GPTModel`s.
+    """
+    for chunk in chunks:
+        for name, parameter in global_parameters(chunk):
+            gradient = _gradient(parameter)
+            for group in _sharing(chunk.config, parameter, groups):
+                gradient = torch.zeros_like(parameter) if gradient is None else gradient.clone()
+                dist.all_reduce(gradient, group=group)
+            yield name, gradient
+
+
+def _sharing(config: Any, parameter: torch.nn.Parameter, groups: Groups) -> Iterator[dist.ProcessGroup]:
+    """Groups whose ranks each have a part of a gradient."""
+    if is_expert(parameter):
+        # These hold copies of one expert; which of them runs a position depends on the rank that has it.
+        wanted = [groups.expert_data] if groups.context.size() > 1 else []
+    else:
+        wanted = [groups.context]
+        if config.sequence_parallel and getattr(parameter, "sequence_parallel", False):
+            wanted.append(groups.tensor)
+    yield from (group for group in wanted if group.size() > 1)
 
 
 def copied(gradients: Iterable[tuple[str, Tensor | None]]) -> Named:
@@ -130,7 +162,9 @@ class GradientErrors:
 
 
 @torch.no_grad()
-def compare_gradients(ours: Named, expected: Named, group: dist.ProcessGroup | None = None) -> GradientErrors:
+def compare_gradients(
+    ours: Iterable[tuple[str, Tensor | None]], expected: Named, group: dist.ProcessGroup | None = None
+) -> GradientErrors:
     """Compare gradients of this and all other ranks of `group` (the world); collective.
 
     Shards of a parameter count once, copies of it alike: so copies must be equally many for all its shards.
