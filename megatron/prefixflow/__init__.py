@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron.prefixflow.adapter import MicrobatchAdapter, SequenceInput, SequenceScores
     from megatron.prefixflow.attach import PrefixReuseHandle, enable_prefix_reuse
+    from megatron.prefixflow.device import install_cpu_device_layer
     from megatron.prefixflow.drop_in import forward_backward
 
 _PLACES = {
@@ -17,6 +18,7 @@ _PLACES = {
     "SequenceScores": "adapter",
     "enable_prefix_reuse": "attach",
     "forward_backward": "drop_in",
+    "install_cpu_device_layer": "device",
 }
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "SequenceScores",
     "enable_prefix_reuse",
     "forward_backward",
+    "install_cpu_device_layer",
 ]
 
 
