@@ -19,10 +19,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.prefixflow.planning import MemorySettings
 from megatron.prefixflow.step import rank_trajectories
 from megatron.prefixflow.verify import TOLERANCE, TOLERANCE_MOE, GradientErrors, Named, Snapshot
-from prefixflow.plan.plan import MergeGroups, Plan, PlanConfig, PrefixReuse
+from prefixflow.plan.plan import Plan
 from prefixflow.runtime.objective import Objective
 from prefixflow.trajectories.types import Trajectory
 
@@ -30,23 +29,6 @@ LOGPROB_FACTOR = 100
 """Limit of absolute log-probability errors over that of gradients: values of order 10."""
 LOGPROB_TOLERANCE_BF16 = 0.5
 """Of a trajectory's mean: logits of order 10 to 30 are rounded to 0.06 to 0.25 (docs/numerics.md)."""
-
-
-def dense_config(config: PlanConfig, trajectories: Sequence[Trajectory]) -> PlanConfig:
-    """The same without reuse, under a token budget that holds the longest trajectory."""
-    multiple = config.token_multiple
-    longest = -(-max(len(t) - 1 for t in trajectories) // multiple) * multiple
-    return replace(
-        config,
-        prefix_reuse=PrefixReuse.OFF,
-        merge_groups=MergeGroups.OFF,
-        max_tokens_per_microbatch=max(config.max_tokens_per_microbatch, longest),
-    )
-
-
-def dense_memory(settings: MemorySettings) -> MemorySettings:
-    """The same without a budget of the K/V cache: nothing is cached from one microbatch for another."""
-    return replace(settings, kv_budget_bytes=None, choice=replace(settings.choice, kv_budget_bytes=None))
 
 
 def with_peers_logprobs(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,13 +33,13 @@ from megatron.prefixflow.configs import has_transformer_engine
 from megatron.prefixflow.data import group_batches, load_trajectories, step_batches
 from megatron.prefixflow.device import torch_device
 from megatron.prefixflow.logs import check_log_packages
-from megatron.prefixflow.planning import zero_weight
+from megatron.prefixflow.planning import MemorySettings, dense_config, dense_memory, zero_weight
 from megatron.prefixflow.resume import Start, check_places, find_start
 from megatron.prefixflow.router import has_router_terms
 from megatron.prefixflow.routing import RoutingReplay
 from megatron.prefixflow.sampler import refuse_unsupported
 from prefixflow.plan.layout import ParallelLayout
-from prefixflow.plan.plan import build_plan
+from prefixflow.plan.plan import PlanConfig, build_plan
 from prefixflow.runtime.attention.kernels import AttentionKernel, select_kernel
 from prefixflow.runtime.loss import LossConfig
 from prefixflow.trajectories import trajectory_files
@@ -247,15 +247,26 @@ def _fitted_memory(job: Job) -> str | None:
         # Stand-ins have no routes.
         config = replace(config, route_mismatch=None)
     skips = args.skip_zero_advantage and not has_router_terms(transformer_config(args))
-    for batch in job.batches:
+    for number, batch in enumerate(job.batches):
         omit = zero_weight(batch, loss_config(args)) if skips else frozenset()
         plan, fitted = settings.fitted(batch, config, omit)
+        if number * args.updates_per_batch < args.verify_steps:
+            _check_dense(dense_memory(settings), batch, dense_config(config, batch), omit)
         fitted.plan_row(plan, 0, 0, training=not args.logprobs_only)
         chosen.append(
             f"at most {plan.config.max_tokens_per_microbatch} tokens a microbatch, {fitted.choice.describe()}"
         )
     budget = "" if args.memory_budget_gib is None else f"budget {args.memory_budget_gib:g} GiB; "
     return f"memory: {budget}{'; '.join(dict.fromkeys(chosen))}"
+
+
+def _check_dense(
+    settings: MemorySettings, batch: Sequence[Trajectory], config: PlanConfig, omit: Collection[int]
+) -> None:
+    try:
+        settings.fitted(batch, config, omit)
+    except ValueError as error:
+        raise ArgumentsError(f"--verify-steps: a step cannot be run dense. {error}") from error
 
 
 def _data_warnings(args: Arguments, trajectories: Sequence[Trajectory]) -> Iterator[str]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from prefixflow.plan.context import ContextKV
-from prefixflow.plan.plan import Plan, PlanConfig
+from prefixflow.plan.plan import MergeGroups, Plan, PlanConfig, PrefixReuse
 from prefixflow.runtime.failures import doing
 from prefixflow.runtime.loss import LossConfig, has_zero_weight
 from prefixflow.schedule.context import fit_with_context
@@ -93,6 +93,23 @@ class MemorySettings:
 
 def _bytes(gib: float | None) -> int | None:
     return None if gib is None else round(gib * GIB)
+
+
+def dense_config(config: PlanConfig, trajectories: Sequence[Trajectory]) -> PlanConfig:
+    """The same without reuse, under a token budget that holds the longest trajectory."""
+    multiple = config.token_multiple
+    longest = -(-max(len(t) - 1 for t in trajectories) // multiple) * multiple
+    return replace(
+        config,
+        prefix_reuse=PrefixReuse.OFF,
+        merge_groups=MergeGroups.OFF,
+        max_tokens_per_microbatch=max(config.max_tokens_per_microbatch, longest),
+    )
+
+
+def dense_memory(settings: MemorySettings) -> MemorySettings:
+    """The same without a budget of the K/V cache: nothing is cached from one microbatch for another."""
+    return replace(settings, kv_budget_bytes=None, choice=replace(settings.choice, kv_budget_bytes=None))
 
 
 def fit_step(

@@ -55,14 +55,7 @@ from megatron.prefixflow.arguments import (
 )
 from megatron.prefixflow.calibration import OperationTimer, describe, fit_calibration, is_measuring
 from megatron.prefixflow.checkpoint import CheckpointError, TrainState, load_checkpoint
-from megatron.prefixflow.dense import (
-    DenseRun,
-    Outcome,
-    dense_config,
-    dense_memory,
-    problems_of,
-    with_peers_logprobs,
-)
+from megatron.prefixflow.dense import DenseRun, Outcome, problems_of, with_peers_logprobs
 from megatron.prefixflow.errors import TrainingError
 from megatron.prefixflow.gradients import clip_gradients, gradient_norm, reduce_gradients, reduced_gradients
 from megatron.prefixflow.job import Job, prepare
@@ -79,7 +72,7 @@ from megatron.prefixflow.metrics import (
 from megatron.prefixflow.model import build_model, wrap_data_parallel
 from megatron.prefixflow.overlap import EarlyReduction
 from megatron.prefixflow.peaks import MeasuredMemory, measured_memory, predicted_memory, state_bytes
-from megatron.prefixflow.planning import MemorySettings
+from megatron.prefixflow.planning import MemorySettings, dense_config, dense_memory
 from megatron.prefixflow.resume import Saver, Start, data_digest, drop_steps_after, load_reference
 from megatron.prefixflow.rollouts import BatchSource, FileBatches, SampledBatches, followed_batches, sampling_plan
 from megatron.prefixflow.router import has_router_terms, router_loss_config

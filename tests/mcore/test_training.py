@@ -28,7 +28,7 @@ METRIC_KEYS = [
     *("peak_bytes", "peak_bytes_predicted", "route_mismatch", "fallback"),
     *("load_balancing_loss", "z_loss", "routes_replayed", "routes_native"),
     *("context_bytes", "context_bytes_planned", "peak_cache_bytes", "host_bytes", "evictions", "recomputed_blocks"),
-    "recomputed_microbatches",
+    *("recomputed_microbatches", "verify_rel_err"),
 ]
 
 Metrics = list[dict[str, Any]]

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from prefixflow.runtime.world import Worlds
+from prefixflow.trajectories import write_trajectories
+from tests.mcore.faults import patch, restore
+from tests.mcore.test_training import arguments, groups_of, read_metrics, run_main
 
 
 def compare_on_this_rank() -> dict[str, tuple[float, float, str]]:
@@ -101,5 +108,134 @@ def test_limits_depend_on_precision_and_experts() -> None:
     assert exact is not None
     assert "order that differs is decoder.layers.0.a" in exact
     assert "decoder.layers.1.b" in str(errors.problem(torch.float64, has_experts=True)).split(";")[1]
-    wide = GradientErrors({"a": 0.1}, total=0.06)
-    assert "0.06 of their norm" in str(wide.problem(torch.bfloat16, has_experts=False))
+    wide = GradientErrors({"a": 0.1}, total=0.16)
+    assert "0.16 of their norm" in str(wide.problem(torch.bfloat16, has_experts=False))
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+MOE_BIAS = (
+    *("--model", "tiny-moe", "--num-layers", "2", "--ep", "2", "--moe-aux-loss-coeff", "0.1"),
+    *(
+        "--moe-router-score-function",
+        "sigmoid",
+        "--moe-router-enable-expert-bias",
+        "--moe-router-bias-update-rate",
+        "0.1",
+    ),
+)
+VERIFIED = {
+    "sharded and overlapped": ("float32", ("--use-distributed-optimizer", "--overlap-grad-reduce")),
+    "updates with a reference": ("float64", ("--kl-coef", "0.1", "--updates-per-batch", "2")),
+    "experts": ("float64", (*MOE_BIAS, "--updates-per-batch", "2", "--routing-replay", "record")),
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A batch of two groups of 5 and 3 trajectories of about 110 tokens."""
+    write_trajectories(tmp_path / "t.jsonl", groups_of(5, 3))
+    return tmp_path / "t.jsonl"
+
+
+def train(worlds: Worlds, file: Path, *more: str, steps: int = 3, dtype: str = "float64") -> tuple[Any, list[Any]]:
+    """(status, stdout, stderr) of both ranks, and the metrics."""
+    metrics = file.with_name("metrics.jsonl")
+    metrics.unlink(missing_ok=True)
+    # Trajectories are longer than this: the dense run needs a budget of its own.
+    line = arguments(file, "--max-tokens", "64", *more, dtype=dtype, steps=steps)
+    results = worlds[2].run(run_main, [*line, "--metrics-file", str(metrics)])
+    return results, read_metrics(metrics) if metrics.exists() else []
+
+
+@pytest.mark.parametrize("name", VERIFIED)
+def test_a_verified_step_is_the_step_itself(file: Path, worlds: Worlds, name: str) -> None:
+    dtype, more = VERIFIED[name]
+    runs = [train(worlds, file, *more, *verify, dtype=dtype) for verify in ((), ("--verify-steps", "2"))]
+    for results, metrics in runs:
+        assert [status for status, *_ in results] == [0, 0], results[0][2]
+        assert len(metrics) == 3
+    (_, plain), (_, verified) = runs
+    for key in ("loss", "grad_norm", "kl", "computed_tokens", "routes_native", "load_balancing_loss", "fallback"):
+        assert [line[key] for line in verified] == [line[key] for line in plain], key
+    errors = [line["verify_rel_err"] for line in verified]
+    assert errors[2] is None
+    assert all(0 < error < {"float32": 1e-5, "float64": 1e-6}[dtype] for error in errors[:2])
+    assert {line["verify_rel_err"] for line in plain} == {None}
+
+
+def value_gradients_of_prefixes_are_dropped() -> None:
+    from prefixflow.runtime.cache import KVCache
+
+    add = KVCache.add_gradient
+    patch(KVCache, "add_gradient", lambda self, layer, blocks, dk, dv: add(self, layer, blocks, dk, dv * 0))
+
+
+@pytest.fixture
+def corrupted(worlds: Worlds) -> Iterator[None]:
+    """Gradients of shared prefixes are wrong, those of a dense run are not."""
+    worlds[2].run(value_gradients_of_prefixes_are_dropped)
+    yield
+    worlds[2].run(restore)
+
+
+@pytest.mark.usefixtures("corrupted")
+def test_a_mismatch_stops_the_run_before_it_updates(file: Path, worlds: Worlds) -> None:
+    results, metrics = train(worlds, file, "--verify-steps", "1")
+    assert [status for status, *_ in results] == [1, 1]
+    assert metrics == []
+    assert "step 1 differs from the same step run dense" in results[0][2]
+    assert "the gradient of decoder.layers.0.self_attention.linear_qkv.weight differs by" in results[0][2]
+    assert "log-probabilities" not in results[0][2], "a backward fault alone"
+    assert "differs" not in results[1][2], "rank 0 speaks"
+
+
+@pytest.mark.parametrize("more", [("--kl-coef", "0.1"), MOE_BIAS])
+@pytest.mark.usefixtures("corrupted")
+def test_a_mismatch_falls_back_for_good(file: Path, worlds: Worlds, more: tuple[str, ...]) -> None:
+    more = (*more, "--updates-per-batch", "2")
+    results, fallen = train(worlds, file, *more, "--verify-steps", "1", "--on-verify-mismatch", "fallback")
+    _, dense = train(worlds, file, *more, "--prefix-reuse", "off", "--max-tokens", "160")
+    assert results[0][1].count("differs from the same step run dense") == 1
+    assert [line["fallback"] for line in fallen] == [2, 2, 2]
+    assert [line["verify_rel_err"] is None for line in fallen] == [False, True, True]
+    assert fallen[0]["verify_rel_err"] > 0.01
+    assert {line["reuse_ratio"] for line in fallen} == {1.0}
+    for key in ("loss", "grad_norm"):
+        expected = [line[key] for line in dense]
+        assert [line[key] for line in fallen] == pytest.approx(expected, rel=1e-6, abs=1e-9), key
+
+
+def test_nothing_shared_is_an_error_where_sharing_is_required(file: Path, worlds: Worlds) -> None:
+    assert [status for status, *_ in train(worlds, file, "--require-sharing", steps=1)[0]] == [0, 0]
+    write_trajectories(file, groups_of(1, 1))
+    for more in ((), ("--logprobs-only", str(file.with_name("out.jsonl")))):
+        results, metrics = train(worlds, file, "--require-sharing", *more)
+        assert [status for status, *_ in results] == [1, 1]
+        assert "--require-sharing: nothing is shared among 2 trajectories in 2 groups" in results[0][2]
+        assert metrics == []
+    assert not file.with_name("out.jsonl").exists()
+
+
+def test_a_trajectory_that_is_scored_otherwise_is_named() -> None:
+    import torch
+
+    from megatron.prefixflow.dense import Outcome, problems_of
+    from megatron.prefixflow.verify import GradientErrors
+
+    trajectories = groups_of(3)
+    dense = Outcome({0: np.zeros(9), 1: np.zeros(9), 2: np.zeros(0)}, loss=1.0, norm=2.0)
+    near = replace(dense, logprobs={**dense.logprobs, 1: np.full(9, 1e-8)})
+    far = replace(dense, logprobs={**dense.logprobs, 1: np.r_[np.full(8, 1e-8), 2e-2]}, loss=1.5)
+    wild = replace(dense, logprobs={**dense.logprobs, 0: np.full(9, np.nan), 1: np.full(9, 0.6)})
+
+    def found(outcome: Outcome, dtype: torch.dtype) -> tuple[str, ...]:
+        return problems_of(outcome, dense, GradientErrors({}, 0.0), trajectories, dtype, has_experts=False)
+
+    assert found(near, torch.float64) == ()
+    logprobs, loss = found(far, torch.float32)
+    assert logprobs == "log-probabilities of trajectory 'g0-1' differ by 0.02, limit 0.001"
+    assert loss == "the loss is 1.5 and not 1"
+    # Rounding of single logits is allowed in bfloat16.
+    assert found(replace(far, loss=1.1), torch.bfloat16) == ()
+    assert "'g0-0' differ by inf" in found(wild, torch.bfloat16)[0]
