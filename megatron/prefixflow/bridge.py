@@ -37,6 +37,7 @@ from megatron.prefixflow.groups import current_groups
 from megatron.prefixflow.hf_files import HFTensors, HFWriter, TensorSpec, copy_hf_files, list_names
 from megatron.prefixflow.megatron_bridge import megatron_bridge_form
 from megatron.prefixflow.shards import VOCABULARY_PARAMETERS, load_full_parameters, whole_parameters, whole_shapes
+from prefixflow.plan.shapes import check_hugging_face_config, read_json_object
 
 try:
     from mbridge.core.bridge import Bridge
@@ -274,8 +275,8 @@ def rope_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError for a scaling that Megatron's `RotaryEmbedding` does not have.
     """
-    rope = dict(hf_config.get("rope_scaling") or {})
-    rope |= hf_config.get("rope_parameters") or {}
+    rope = dict(hf_config.get("rope_scaling") or {}) | dict(hf_config.get("rope_parameters") or {})
+    rope = {name: value for name, value in rope.items() if value is not None}
     base = rope.get("rope_theta", hf_config.get("rope_theta", 10000.0))
     percent = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
     arguments: dict[str, Any] = {
@@ -286,6 +287,8 @@ def rope_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return arguments
+    if kind in ("linear", "llama3") and "factor" not in rope:
+        raise ValueError(f"Rotary scaling {kind!r} needs a factor, and the model's configuration has none.")
     if kind == "linear":
         return arguments | {"seq_len_interpolation_factor": float(rope["factor"])}
     if kind == "llama3":
@@ -401,9 +404,14 @@ _BRIDGES: dict[str, type[_LocalSpecBridge]] = {
 def _auto_config(hf_dir: str | Path) -> Any:
     from transformers import AutoConfig
 
-    if not (Path(hf_dir) / "config.json").is_file():
+    file = Path(hf_dir) / "config.json"
+    if not file.is_file():
         raise ValueError(f"{hf_dir} is not a Hugging Face folder: it has no config.json.")
-    return AutoConfig.from_pretrained(hf_dir, local_files_only=True)
+    check_hugging_face_config(read_json_object(file), str(file))
+    try:
+        return AutoConfig.from_pretrained(hf_dir, local_files_only=True)
+    except Exception as error:  # transformers has no common one
+        raise ValueError(f"{file}: transformers does not take it: {error}") from error
 
 
 def _bridge(hf_config: Any, dtype: torch.dtype, overrides: Mapping[str, Any]) -> _LocalSpecBridge:
@@ -414,7 +422,10 @@ def _bridge(hf_config: Any, dtype: torch.dtype, overrides: Mapping[str, Any]) ->
         states = ParallelStates.get_parallel_state()
     else:
         states = ParallelStates(vpp_size=None)
-    return _BRIDGES[hf_config.model_type](hf_config, dtype, states, overrides)
+    try:
+        return _BRIDGES[hf_config.model_type](hf_config, dtype, states, overrides)
+    except (AssertionError, ArithmeticError) as error:
+        raise ValueError(f"Megatron-Core refuses the {hf_config.model_type!r} model of config.json: {error}") from error
 
 
 def _refuse_unsupported(hf_config: Any) -> None:

@@ -28,6 +28,7 @@ import json
 import os
 import queue
 import random
+import re
 import shutil
 import tempfile
 import warnings
@@ -40,13 +41,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException, maybe_load_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.hf_files import copy_hf_files
@@ -133,7 +135,7 @@ def _tracked(folder: Path) -> int | None:
     tracker = folder / TRACKER
     if not tracker.is_file():
         raise MissingCheckpointError(f"{folder}: there is no checkpoint, {TRACKER} is missing.")
-    text = tracker.read_text(encoding="utf-8").strip()
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text == RELEASE:
         return None
     if not text.isdecimal():
@@ -145,19 +147,19 @@ def _is_checkpoint_name(name: str) -> bool:
     return name == RELEASE or (name.startswith("iter_") and name.removeprefix("iter_").isdecimal())
 
 
+_WAY_OUT = "It was not written to its end or has been damaged: remove it, and load another one."
+
+
 def _refuse_half(place: Path) -> None:
-    way_out = "It was not written to its end or has been damaged: remove it, and load another one."
     needed = ["metadata.json", "common.pt", ".metadata"]
     missing = [name for name in needed if not (place / name).is_file()]
     if missing:
-        raise CheckpointError(f"{place} is half a checkpoint: {', '.join(missing)} missing. {way_out}")
+        raise CheckpointError(f"{place} is half a checkpoint: {', '.join(missing)} missing. {_WAY_OUT}")
     sizes: dict[str, int] = {}
-    try:
+    with reading(place, "metadata.json"):
+        maybe_load_config(str(place))
+    with reading(place, ".metadata"):
         storage = FileSystemReader(place).read_metadata().storage_data or {}
-    except Exception as error:
-        raise CheckpointError(
-            f"{place} is half a checkpoint: .metadata cannot be read ({error!r}). {way_out}"
-        ) from error
     for info in storage.values():
         end = info.offset + info.length
         sizes[info.relative_path] = max(end, sizes.get(info.relative_path, 0))
@@ -165,14 +167,33 @@ def _refuse_half(place: Path) -> None:
         got = (place / name).stat().st_size if (place / name).is_file() else None
         if got is None or got < size:
             problem = "is missing" if got is None else f"has {got} bytes, expected {size}"
-            raise CheckpointError(f"{place} is half a checkpoint: {name} {problem}. {way_out}")
+            raise CheckpointError(f"{place} is half a checkpoint: {name} {problem}. {_WAY_OUT}")
+
+
+@contextlib.contextmanager
+def reading(place: Path, what: str, kinds: tuple[type[BaseException], ...] = (Exception,)) -> Iterator[None]:
+    """Say of a checkpoint that `what` in it cannot be read, where the body fails: damage shows in errors of many kinds."""
+    try:
+        yield
+    except kinds as error:
+        raise CheckpointError(f"{place} is damaged: {what} cannot be read ({_reason(error)}). {_WAY_OUT}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, on the first rank where it did, without advice that torch gives to other readers."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    unpickling = re.search(r"WeightsUnpickler error: (.+)", str(error))
+    text = unpickling[1] if unpickling else str(error).split("\n")[0].split(". ")[0]
+    return f"{type(error).__name__}: {text}"
 
 
 def _common(place: Path) -> dict[str, Any]:
-    try:
-        return torch.load(place / "common.pt", map_location="cpu")
-    except Exception as error:
-        raise CheckpointError(f"{place}/common.pt cannot be read ({error!r}). Load another checkpoint.") from error
+    with reading(place, "common.pt"):
+        common = torch.load(place / "common.pt", map_location="cpu")
+        if not isinstance(common, dict):
+            raise TypeError(f"it holds a {type(common).__name__}")
+    return common
 
 
 def _saved_iteration(place: Path) -> int | None:
@@ -270,7 +291,8 @@ def load_checkpoint(
     with_random = groups if groups is not None and ours.get("layout") == _layout(groups) else None
     wanted = _contents(chunks, optimizer, scheduler, with_random, is_loading=True)
     _agreed(lambda: _refuse_mismatch(wanted, place.folder, common))
-    with _quiet():
+    # Of these, and only of these, every rank hears.
+    with _quiet(), reading(place.folder, "a tensor", (CheckpointException, CheckpointingException)):
         loaded = dist_checkpointing.load(wanted, str(place.folder), strict=StrictHandling.IGNORE_ALL)
     for key, chunk in zip(_model_keys(chunks), chunks, strict=True):
         _load_chunk(chunk, loaded[key])
@@ -441,8 +463,13 @@ def _write(contents: dict[str, Any], place: Path, carried: Path | None) -> None:
     """Write `contents` beside `place` and rename; collective."""
     name = on_first_rank(lambda: _temporary_folder(place))
     temporary = place.parent / name
-    with _written_here(), _quiet():
-        dist_checkpointing.save(contents, str(temporary), content_metadata=dict(_METADATA))
+    try:
+        with _written_here(), _quiet():
+            dist_checkpointing.save(contents, str(temporary), content_metadata=dict(_METADATA))
+    except CheckpointException as error:  # on every rank
+        raise CheckpointError(
+            f"{place} cannot be written ({_reason(error)}). Make room, or name another place."
+        ) from error
     on_first_rank(lambda: _finish(temporary, place, carried))
 
 
@@ -559,7 +586,11 @@ def on_first_rank(action: Callable[[], Any]) -> Any:
     if dist.get_rank() == 0:
         try:
             answer[0] = action()
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            answer[1] = (
+                f"{error.filename or 'a file'} cannot be written: {error.strerror or error}. Name another place."
+            )
+        except ValueError as error:
             answer[1] = str(error)
     dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:

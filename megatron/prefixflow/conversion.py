@@ -54,13 +54,14 @@ from megatron.prefixflow.arguments import (
 )
 from megatron.prefixflow.arguments_result import DTYPES
 from megatron.prefixflow.bridge import HFForm
-from megatron.prefixflow.checkpoint import CARRIED, RELEASE, TRACKER, find_checkpoint
+from megatron.prefixflow.checkpoint import CARRIED, RELEASE, TRACKER, find_checkpoint, reading
 from megatron.prefixflow.folders import new_folder
 from megatron.prefixflow.hf_files import HFTensors, HFWriter, TensorSpec, copy_hf_files, list_names
 from megatron.prefixflow.session import start_session
 from megatron.prefixflow.shards import global_parameters
 from megatron.prefixflow.spec import block_spec
 from prefixflow.plan.layout import ParallelLayout
+from prefixflow.trajectories.files import why_unwritable
 
 Progress = Callable[[int, int], None]
 """Called with the parameters done and how many there are."""
@@ -322,7 +323,8 @@ def _loaded(
         items[name_of[_storage_key(planner.meta_tensor(item.dest_index))]].append(item)
     for name, parameter in parameters.items():
         planner.target = torch.empty_like(parameter, device="cpu")
-        reader.read_data(LoadPlan(items[name]), planner).wait()
+        with reading(place, f"tensor {name!r}"):
+            reader.read_data(LoadPlan(items[name]), planner).wait()
         yield name, planner.target
 
 
@@ -403,3 +405,5 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _refuse_occupied(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already. Remove it, or name another folder.")
+    if problem := why_unwritable(folder):
+        raise ValueError(f"{folder} cannot be made: {problem}. Name another folder.")

@@ -13,9 +13,12 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from prefixflow.plan.shapes import read_json_object
 
 MAX_SHARD_BYTES = 5_000_000_000
 _INDEX = "model.safetensors.index.json"
@@ -151,7 +154,7 @@ def copy_hf_files(source: Path, target: Path, dtype: torch.dtype | None = None) 
             shutil.copyfile(file, target / file.name)
     if dtype is None:
         return
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_json_object(source / "config.json")
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -160,7 +163,10 @@ def copy_hf_files(source: Path, target: Path, dtype: torch.dtype | None = None) 
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = read_json_object(index).get("weight_map")
+        if not isinstance(files, dict) or not files or any(not isinstance(name, str) for name in files.values()):
+            raise ValueError(f"{index}: expected a weight_map with a file for every tensor. Fetch the folder again.")
+        names = sorted(set(files.values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ValueError(f"{folder} lacks {', '.join(missing)}, which its index names. Fetch the folder again.")
@@ -173,24 +179,32 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _read_header(file: Path) -> Iterator[tuple[str, _Stored]]:
     num_file_bytes = file.stat().st_size
+    broken = ValueError(f"{file} is not a whole safetensors file. Fetch it again.")
     with file.open("rb") as stream:
         num_header_bytes = int.from_bytes(stream.read(8), "little")
         if 8 + num_header_bytes > num_file_bytes:
-            raise ValueError(f"{file} is not a whole safetensors file. Fetch it again.")
-        header = json.loads(stream.read(num_header_bytes))
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in _DTYPES:
+            raise broken
+        text = stream.read(num_header_bytes)
+    try:
+        entries = [(name, *_parsed(entry)) for name, entry in json.loads(text).items() if name != "__metadata__"]
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise broken from error
+    for name, dtype, shape, start, end in entries:
+        if dtype not in _DTYPES:
             raise ValueError(
-                f"{file}: tensor {name!r} is {entry['dtype']}, expected one of {', '.join(_DTYPES)}. Quantised weights "
+                f"{file}: tensor {name!r} is {dtype}, expected one of {', '.join(_DTYPES)}. Quantised weights "
                 "must be turned into one of these first."
             )
-        spec = TensorSpec(_DTYPES[entry["dtype"]], tuple(entry["shape"]))
-        start, end = entry["data_offsets"]
-        if end - start != spec.num_bytes or 8 + num_header_bytes + end > num_file_bytes:
+        spec = TensorSpec(_DTYPES[dtype], shape)
+        if start < 0 or end - start != spec.num_bytes or 8 + num_header_bytes + end > num_file_bytes:
             raise ValueError(f"{file}: tensor {name!r} is cut short. Fetch the file again.")
         yield name, _Stored(file, 8 + num_header_bytes + start, spec)
+
+
+def _parsed(entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+    """dtype, shape and place of a tensor in a header; ValueError, KeyError or TypeError where it is no such entry."""
+    start, end = map(int, entry["data_offsets"])
+    return str(entry["dtype"]), tuple(map(int, entry["shape"])), start, end
 
 
 def _shards(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> Iterator[list[str]]:

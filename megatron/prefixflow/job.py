@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,9 +39,11 @@ from megatron.prefixflow.routing import RoutingReplay
 from megatron.prefixflow.sampler import refuse_unsupported
 from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import PlanConfig, build_plan
+from prefixflow.plan.shapes import read_json_object
 from prefixflow.runtime.attention.kernels import AttentionKernel, select_kernel
 from prefixflow.runtime.loss import LossConfig
 from prefixflow.trajectories import trajectory_files
+from prefixflow.trajectories.files import why_unwritable
 from prefixflow.trajectories.prompts import PromptRecord, read_prompts
 from prefixflow.trajectories.rewards import RewardFunction
 from prefixflow.trajectories.types import Trajectory
@@ -166,9 +167,13 @@ def stop_tokens_of(folder: str | None) -> tuple[int, ...]:
         file = Path(folder or "") / name
         if folder is None or not file.is_file():
             continue
-        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
+        found = read_json_object(file).get("eos_token_id")
+        if found is None:
+            continue
+        tokens = found if isinstance(found, list) else [found]
+        if any(type(token) is not int for token in tokens):
+            raise ValueError(f"{file}: eos_token_id is {found!r}, expected token ids. Mend it, or give --stop-tokens.")
+        return tuple(tokens)
     return ()
 
 
@@ -200,6 +205,8 @@ def _check_outputs(args: Arguments) -> None:
                 f"{name} {path}: expected the name of a file in a folder that exists. Create the folder, or "
                 "name another file."
             )
+        if problem := why_unwritable(Path(path).absolute().parent):
+            raise ArgumentsError(f"{name} {path}: {problem}. Name another file.")
         if Path(path).resolve() in inputs:
             raise ArgumentsError(f"{name} {path} is a trajectory file that is read; name another file.")
 

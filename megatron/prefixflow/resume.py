@@ -41,7 +41,7 @@ from megatron.prefixflow.checkpoint import (
     save_weights,
 )
 from megatron.prefixflow.groups import Groups
-from prefixflow.trajectories.files import atomic_write
+from prefixflow.trajectories.files import atomic_write, why_unwritable
 from prefixflow.trajectories.types import Trajectory
 
 EXPORT_TRACKER = "latest.txt"
@@ -97,9 +97,14 @@ def _holds_a_model(path: Path) -> bool:
 
 def check_places(args: Arguments, start: Start) -> None:
     """What saving or exporting would refuse only after some steps."""
-    for name, path in (("--save", args.save), ("--export-hf-every", export_place(args)[1])):
-        if path is not None and Path(path).exists() and not Path(path).is_dir():
-            raise ArgumentsError(f"{name} {path}: expected the name of a folder, and that is none. Name another place.")
+    for name, path in (
+        ("--save", args.save),
+        ("--export-hf-every", export_place(args)[1]),
+        ("--tensorboard-dir", args.tensorboard_dir),
+    ):
+        problem = None if path is None else why_unwritable(path)
+        if problem is not None:
+            raise ArgumentsError(f"{name} {path}: expected a folder to write to, and {problem}. Name another place.")
     if args.export_hf_every is not None and hf_files(args, start) is None:
         raise ArgumentsError(
             "--export-hf-every needs the configuration of a Hugging Face model: give --model a folder with weights, or --load or "
@@ -255,6 +260,7 @@ class Saver:
 
 def _make_room(place: Path) -> None:
     """A resumed run writes its steps again."""
+    place.parent.mkdir(parents=True, exist_ok=True)
     if place.exists():
         hidden = place.with_name(f".{place.name}.old")
         os.replace(place, hidden)

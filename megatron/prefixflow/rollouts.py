@@ -32,7 +32,7 @@ from prefixflow.trajectories.filters import without_overlong, without_zero_varia
 from prefixflow.trajectories.inbox import Inbox
 from prefixflow.trajectories.prompts import PromptRecord
 from prefixflow.trajectories.rewards import RewardFunction, Sample
-from prefixflow.trajectories.types import Trajectory
+from prefixflow.trajectories.types import Trajectory, TrajectoryError
 
 # Ranks that wait for rank 0 do so in a collective, which has a time limit of its own.
 _ROUND_S = 20.0
@@ -228,7 +228,10 @@ class SampledBatches:
 
     def _finished(self, scored: Sequence[_Scored]) -> tuple[tuple[Trajectory, ...], list[str]]:
         """With advantages, and without what was cut off where that was asked for."""
-        made = with_advantages([s.trajectory for s in scored], self._plan.estimator)
+        try:
+            made = with_advantages([s.trajectory for s in scored], self._plan.estimator)
+        except TrajectoryError as error:  # of the same rewards on every rank
+            raise TrainingError(str(error)) from error
         if "overlong" not in self._plan.filters:
             return made, []
         stopped = [s.trajectory.id for s in scored if s.is_stopped]
@@ -266,8 +269,8 @@ class SampledBatches:
                 number: tuple(self._scored(record, response) for response in group)
                 for number, record, group in zip(numbers, records, responses, strict=True)
             }
-        except Exception as error:  # of the user's function: every rank must hear of it, or the others wait
-            return f"--reward-function {self._reward.name}: {type(error).__name__}: {error}"
+        except ValueError as error:  # of the user's function: every rank must hear of it, or the others wait
+            return " ".join(str(error).split())
 
     def _scored(self, record: PromptRecord, response: Response) -> _Scored:
         sample = Sample(record.id, record.tokens, response.tokens, response.is_stopped, record.fields)

@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,20 @@ class RopeScaling:
     factors 1 and 4 and its original length 8192."""
 
     factor: float
+
+    def __post_init__(self) -> None:
+        check_number("rope scaling: factor", self.factor, whole=False)
+
+
+def check_number(name: str, value: object, *, least: int = 1, whole: bool = True) -> None:
+    """Raise ValueError unless `value` is a whole number of at least `least`, or a finite one above 0."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if whole and isinstance(value, int) and value >= least:
+            return
+        if not whole and math.isfinite(value) and value > 0:
+            return
+    expected = f"a whole number of at least {least}" if whole else "a finite number above 0"
+    raise ValueError(f"{name} is {value!r}, expected {expected}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +83,16 @@ class ModelShape:
     norm_epsilon: float = 1e-5
 
     def __post_init__(self) -> None:
-        sizes = (
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-        )
-        for field in (*sizes, "ffn_hidden_size", "vocab_size", "max_positions"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"shape {self.name!r}: {field} is {getattr(self, field)}, expected at least 1.")
+        for field in dataclasses.fields(self):
+            name, value = f"shape {self.name!r}: {field.name}", getattr(self, field.name)
+            if field.type == "int":
+                check_number(name, value, least=int(field.default is dataclasses.MISSING))
+            elif field.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}, expected true or false.")
+        check_number(f"shape {self.name!r}: rotary_base", self.rotary_base)
+        if self.rotary_base >= 2**63:
+            raise ValueError(f"shape {self.name!r}: rotary_base is {self.rotary_base}, expected less than 2^63.")
+        check_number(f"shape {self.name!r}: norm_epsilon", self.norm_epsilon, whole=False)
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"shape {self.name!r}: {self.num_attention_heads} attention heads do not divide "
@@ -231,12 +246,7 @@ class ModelShape:
         """
         file = Path(path)
         file = file / "config.json" if file.is_dir() else file
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{file}: cannot be read as a JSON model description: {error}.") from error
-        if not isinstance(data, dict):
-            raise ValueError(f"{file}: expected a JSON object, got {type(data).__name__}.")
+        data = read_json_object(file)
         if "num_hidden_layers" in data or "model_type" in data:
             return _shape_from_hugging_face(data, str(file))
         return _shape_from_fields(data, str(file))
@@ -253,6 +263,17 @@ class ModelShape:
         return cls.from_name(name_or_path)
 
 
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Raises ValueError, with the file's name, where it is not a JSON object."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: cannot be read as JSON ({error}).") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{file}: expected a JSON object, got {type(data).__name__}.")
+    return data
+
+
 def _shape_from_fields(data: dict[str, Any], where: str) -> ModelShape:
     fields = {field.name: field for field in dataclasses.fields(ModelShape)}
     for key in data:
@@ -262,10 +283,15 @@ def _shape_from_fields(data: dict[str, Any], where: str) -> ModelShape:
             raise ValueError(f"{where}: unknown field {key!r}.{hint} Known: {', '.join(fields)}.")
     values = {"name": Path(where).stem, **data}
     if "moe_layer_pattern" in values:
-        values["moe_layer_pattern"] = tuple(values["moe_layer_pattern"])
+        values["moe_layer_pattern"] = tuple(_list_of(int, values["moe_layer_pattern"], f"{where}: moe_layer_pattern"))
     if values.get("rope_scaling") is not None:
-        values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
+        scaling = values["rope_scaling"]
+        if not isinstance(scaling, dict) or scaling.keys() != {"factor"}:
+            raise ValueError(f"{where}: rope_scaling is {scaling!r}, expected an object with a factor.")
+        values["rope_scaling"] = RopeScaling(scaling["factor"])
     if "kv_channels" not in values and {"hidden_size", "num_attention_heads"} <= values.keys():
+        for name in ("hidden_size", "num_attention_heads"):
+            check_number(f"{where}: {name}", values[name])
         values["kv_channels"] = values["hidden_size"] // values["num_attention_heads"]
     values.setdefault("num_query_groups", values.get("num_attention_heads"))
     missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and values.get(n) is None]
@@ -274,11 +300,54 @@ def _shape_from_fields(data: dict[str, Any], where: str) -> ModelShape:
     return ModelShape(**values)
 
 
+def _list_of(kind: type, values: object, name: str) -> list[Any]:
+    if not isinstance(values, list) or any(type(value) is not kind for value in values):
+        raise ValueError(f"{name} is {values!r}, expected a list of {kind.__name__} values.")
+    return values
+
+
+_HUGGING_FACE_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "decoder_sparse_step",
+)
+
+
+def check_hugging_face_config(data: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError, naming the field of `config.json`, where a size is no whole number, or a number is not above 0.
+
+    null stands for a default; whether a field must be there depends on the architecture.
+    """
+    rope = {name: data[name] for name in ("rope_parameters", "rope_scaling") if data.get(name) is not None}
+    for name, value in rope.items():
+        if not isinstance(value, dict):
+            raise ValueError(f"{where}: {name} is {value!r}, expected an object.")
+    for prefix, fields in {"": data, **{f"{name}.": value for name, value in rope.items()}}.items():
+        for name in (*_HUGGING_FACE_SIZES, "rms_norm_eps", "rope_theta", "factor"):
+            if fields.get(name) is not None:
+                check_number(f"{where}: {prefix}{name}", fields[name], whole=name in _HUGGING_FACE_SIZES)
+    for name, kind in (("mlp_only_layers", int), ("layer_types", str)):
+        if data.get(name) is not None:
+            _list_of(kind, data[name], f"{where}: {name}")
+
+
 _HUGGING_FACE_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 _QK_LAYERNORM_TYPES = ("qwen3", "qwen3_moe")
 
 
 def _shape_from_hugging_face(data: dict[str, Any], where: str) -> ModelShape:
+    # An explicit null is as good as no field.
+    data = _without_null(data)
     _refuse_uncovered(data, where)
     kind = data["model_type"]
     try:
@@ -289,8 +358,8 @@ def _shape_from_hugging_face(data: dict[str, Any], where: str) -> ModelShape:
             num_layers=data["num_hidden_layers"],
             hidden_size=hidden,
             num_attention_heads=heads,
-            num_query_groups=data.get("num_key_value_heads") or heads,
-            kv_channels=data.get("head_dim") or hidden // heads,
+            num_query_groups=data.get("num_key_value_heads", heads),
+            kv_channels=data.get("head_dim", hidden // heads),
             ffn_hidden_size=data["intermediate_size"],
             vocab_size=data["vocab_size"],
             max_positions=data["max_position_embeddings"],
@@ -306,12 +375,17 @@ def _shape_from_hugging_face(data: dict[str, Any], where: str) -> ModelShape:
         raise ValueError(f"{where}: missing field {error.args[0]!r} of a {kind!r} config.json.") from error
 
 
+def _without_null(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def _refuse_uncovered(data: dict[str, Any], where: str) -> None:
     kind = data.get("model_type")
     if kind not in _HUGGING_FACE_TYPES:
         raise ValueError(
             f"{where}: model_type {kind!r} is not covered; expected one of {', '.join(_HUGGING_FACE_TYPES)}."
         )
+    check_hugging_face_config(data, where)
     if data.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{where}: hidden_act is {data['hidden_act']!r}, expected 'silu'.")
     windowed = data.get("use_sliding_window", kind in ("mistral", "mixtral")) and data.get("sliding_window")
@@ -327,7 +401,7 @@ def _refuse_uncovered(data: dict[str, Any], where: str) -> None:
 def _rope_of(data: dict[str, Any], where: str) -> tuple[int, RopeScaling | None]:
     """The base and the scaling: `rope_theta` and `rope_scaling`, or transformers 5's
     `rope_parameters`."""
-    rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    rope = _without_null(data.get("rope_parameters") or data.get("rope_scaling") or {})
     base = rope.get("rope_theta", data.get("rope_theta", 10_000))
     if base != math.floor(base):
         raise ValueError(f"{where}: rope_theta is {base}, expected a whole number (Megatron's --rotary-base).")

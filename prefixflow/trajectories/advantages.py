@@ -67,14 +67,27 @@ def batch_advantages(estimator: str, groups: Sequence[Sequence[float]]) -> list[
 def with_advantages(trajectories: Sequence[Trajectory], estimator: str) -> tuple[Trajectory, ...]:
     """The batch with advantages from its rewards, one for all tokens of a trajectory.
 
-    Raises TrajectoryError for a trajectory without a reward.
+    Raises TrajectoryError for a trajectory without a reward, and for rewards that are too large to be compared.
     """
     places: dict[str, list[int]] = {}
     for index, trajectory in enumerate(trajectories):
         places.setdefault(trajectory.group, []).append(index)
     rewards = [[reward_of(trajectories[i]) for i in group] for group in places.values()]
     found = list(trajectories)
-    for group, advantages in zip(places.values(), batch_advantages(estimator, rewards), strict=True):
+    try:
+        # Sums and squares that overflow would make advantages of 0 or infinity.
+        with np.errstate(over="raise", invalid="raise"):
+            computed = batch_advantages(estimator, rewards)
+    except FloatingPointError:
+        largest = max(trajectories, key=lambda trajectory: abs(reward_of(trajectory)))
+        raise TrajectoryError(
+            "reward",
+            f"rewards from which --advantage-estimator {estimator} can work in float64",
+            f"{reward_of(largest)}",
+            "Scale the rewards down.",
+            f"trajectory {largest.id!r}",
+        ) from None
+    for group, advantages in zip(places.values(), computed, strict=True):
         for index, advantage in zip(group, advantages, strict=True):
             tokens = len(trajectories[index])
             found[index] = replace(trajectories[index], advantages=np.broadcast_to(np.float64(advantage), tokens))

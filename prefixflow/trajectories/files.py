@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and whether they can appear."""
 
 from __future__ import annotations
 
@@ -32,3 +32,13 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def why_unwritable(path: str | Path) -> str | None:
+    """Why neither a file nor a folder can be made at `path`, folders above it included; None where nothing speaks against it."""
+    place = Path(path).absolute()
+    while not os.path.exists(place):
+        place = place.parent
+    if not place.is_dir():
+        return f"{place} is no folder"
+    return None if os.access(place, os.W_OK | os.X_OK) else f"{place} may not be written to"

@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,20 @@ class Sample:
 
 
 class RewardFunction:
-    """A function named on the command line; a call gives a finite number, or ValueError with the function's name."""
+    """A function named on the command line; a call gives a finite number, or one sentence as ValueError, whatever went wrong."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._function = _load(name)
 
     def __call__(self, sample: Sample) -> float:
-        value = self._function(sample)
+        try:
+            value = self._function(sample)
+        except Exception as error:
+            raise ValueError(
+                f"--reward-function {self.name}: {type(error).__name__} for the response to prompt {sample.prompt_id!r}: "
+                f"{error}"
+            ) from error
         try:
             # A number of numpy or torch has `item`.
             return finite_number("reward", value.item() if hasattr(value, "item") else value)
@@ -69,13 +76,8 @@ def _module(name: str, place: str) -> Any:
     # `python file.py` looks beside the file, and not where the user stands.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    try:
+    with _importing(name, place, " Name a module on PYTHONPATH or in this folder, or a file that ends in .py."):
         return importlib.import_module(place)
-    except ImportError as error:
-        raise ValueError(
-            f"--reward-function {name}: {place} cannot be imported ({error}). Name a module on PYTHONPATH or in this "
-            "folder, or a file that ends in .py."
-        ) from error
 
 
 def _module_of_file(name: str, file: Path) -> Any:
@@ -87,5 +89,17 @@ def _module_of_file(name: str, file: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     # Dataclasses of the module look it up by name.
     sys.modules.setdefault(file.stem, module)
-    spec.loader.exec_module(module)
+    with _importing(name, place=str(file)):
+        spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _importing(name: str, place: str, way_out: str = "") -> Iterator[None]:
+    """A module that fails runs code of its own: anything may come out of it, an exit too."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"--reward-function {name}: {place} cannot be imported ({type(error).__name__}: {error}).{way_out}"
+        ) from error

@@ -14,3 +14,7 @@ def fails_once(sample: Any) -> float:
     if sample.prompt_id == "p1":
         raise RuntimeError("no reward today")
     return 1.0
+
+
+def overflows(sample: Any) -> float:
+    return 1e308 * (-1) ** int(sample.response_tokens.sum())

@@ -177,6 +177,11 @@ def test_what_cannot_be_loaded(file: Path, tmp_path: Path, run: Run) -> None:
     assert status == 0, out
     assert "step 2 of 1 is done" in out
     place = saved / "iter_0000002"
+    for name in ("common.pt", ".metadata", "metadata.json", "__0_0.distcp"):
+        whole = (place / name).read_bytes()
+        (place / name).write_bytes(bytes(len(whole)))
+        assert "is damaged" in refused(*load), name
+        (place / name).write_bytes(whole)
     part = max(place.glob("*.distcp"), key=lambda path: path.stat().st_size)
     part.write_bytes(part.read_bytes()[:-100])
     assert "is half a checkpoint" in refused(*load)
@@ -324,6 +329,15 @@ def test_a_schedule_that_is_overridden_holds(file: Path, tmp_path: Path, run: Ru
     )
     assert status == 0, out
     assert [step["lr"] for step in metrics_of(metrics)] == [1e-3, 5e-3]
+
+
+@pytest.mark.parametrize("argument", ["--save", "--tensorboard-dir", "--export-hf-every 1"])
+def test_a_place_that_cannot_be_written_is_refused_at_the_start(
+    file: Path, tmp_path: Path, run: Run, argument: str
+) -> None:
+    status, out = run(1, [*arguments(file, steps=1), "--save-interval", "1", *argument.split(), str(file / "a")])
+    assert status == 2
+    assert f"{argument.split()[0]} {file / 'a'}: expected a folder to write to, and {file} is no folder" in out
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])

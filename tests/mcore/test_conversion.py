@@ -215,6 +215,29 @@ def test_a_folder_of_another_model_is_refused_by_name(worlds: Worlds, llama: Pat
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("model.safetensors", bytes(4000), "is not a whole safetensors file"),
+        ("model.safetensors", b"\x0e" + bytes(7) + b'{"a": {"b": 1}}', "is not a whole safetensors file"),
+        ("model.safetensors.index.json", b"{}", "expected a weight_map"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": 3}}', "expected a weight_map"),
+        ("model.safetensors.index.json", b"\xff", "cannot be read as JSON"),
+        ("config.json", b"\xff", "cannot be read as JSON"),
+        ("config.json", b'{"model_type": "llama", "hidden_size": "48"}', "hidden_size is '48'"),
+        ("config.json", b'{"model_type": "llama", "initializer_range": "x"}', "'initializer_range' expected float"),
+    ],
+)
+def test_a_damaged_folder_is_refused(
+    worlds: Worlds, llama: Path, tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    folder = spoiled(llama, tmp_path / "hf", lambda t: None)
+    (folder / name).write_bytes(content)
+    (message,) = worlds[1].run(failure, there, folder, tmp_path / "megatron")
+    assert words in message
+    assert "hf/" in message
+
+
 def test_a_checkpoint_of_another_model_is_refused_by_name(worlds: Worlds, llama: Path, tmp_path: Path) -> None:
     worlds[1].run(there, llama, tmp_path / "megatron", ("--tp", "2"))
     carried = tmp_path / "megatron" / "release" / "hf" / "config.json"
@@ -230,6 +253,13 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(worlds: Worlds, llama:
     assert [p.name for p in tmp_path.iterdir()] == ["megatron"]
     with pytest.raises(WorldError, match="is there already"):
         worlds[1].run(there, llama, tmp_path / "megatron")
+    (message,) = worlds[1].run(failure, there, llama, carried / "megatron")
+    assert f"{carried} is no folder" in message
+    carried.write_text(json.dumps(fields))
+    part = next((tmp_path / "megatron" / "release").glob("*.distcp"))
+    part.write_bytes(bytes(part.stat().st_size))
+    (message,) = worlds[1].run(failure, back, tmp_path / "megatron", tmp_path / "back")
+    assert "is damaged: tensor 'embedding.word_embeddings.weight' cannot be read" in message
 
 
 def test_a_layout_that_does_not_fit_is_refused(worlds: Worlds, llama: Path, tmp_path: Path) -> None:

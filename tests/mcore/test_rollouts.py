@@ -141,11 +141,21 @@ def test_what_cannot_be_sampled_is_refused_before_the_run(prompts: Path, more: t
     assert words in str(caught.value)
 
 
-def test_an_error_of_the_reward_function_reaches_every_rank(worlds: Worlds, prompts: Path) -> None:
-    argv = sampling(prompts, "--reward-function", REWARD.replace("share_of_small_tokens", "fails_once"))
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("fails_once", "fails_once: RuntimeError for the response to prompt 'p1': no reward today"),
+        ("overflows", "trajectory 'p0@0/0', field \"reward\": expected rewards"),
+    ],
+)
+def test_an_error_of_the_reward_function_reaches_every_rank(
+    worlds: Worlds, prompts: Path, function: str, words: str
+) -> None:
+    argv = sampling(prompts, "--reward-function", REWARD.replace("share_of_small_tokens", function))
     results = worlds[2].run(run_main, argv)
     assert [status for status, *_ in results] == [1, 1]
-    assert "fails_once: RuntimeError: no reward today" in results[0][2]
+    assert words in results[0][2]
+    assert results[0][2].count("--reward-function") <= 1
 
 
 def _groups(seed: int) -> tuple[Trajectory, ...]:

@@ -148,13 +148,50 @@ def test_own_fields_round_trip(tmp_path):
         ({"rope_theta": 10000.5}, "whole number"),
         ({"vocab_size": None}, "vocab_size"),
         ({"num_key_value_heads": 2}, "do not divide into 2 K/V groups"),
-        ({"num_hidden_layers": 0}, "num_layers is 0"),
     ],
 )
 def test_hugging_face_configs_that_are_not_covered(tmp_path, change, words):
     data = {key: value for key, value in {**LLAMA, **change}.items() if value is not None}
     with pytest.raises(ValueError, match=words):
         read(tmp_path, data)
+
+
+@pytest.mark.parametrize("value", ["64", -4, 0, 1.5, float("nan"), True, [], {}])
+@pytest.mark.parametrize("field", ["hidden_size", "num_key_value_heads", "head_dim", "num_experts_per_tok"])
+def test_sizes_that_are_no_numbers(tmp_path, field, value):
+    with pytest.raises(ValueError, match=rf"config.json: {field} is .* expected a whole number"):
+        read(tmp_path, {**LLAMA, field: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, expected a finite number above 0"),
+        ({"rope_theta": "10000"}, "rope_theta is '10000'"),
+        ({"rope_theta": 1e30}, "less than 2"),
+        ({"rope_parameters": 3}, "rope_parameters is 3, expected an object"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 0}}, "rope_parameters.factor is 0"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": None}}, "missing field 'factor'"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers is 3, expected a list"),
+    ],
+)
+def test_numbers_that_make_no_sense(tmp_path, change, words):
+    with pytest.raises(ValueError, match=words):
+        read(tmp_path, {**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_layers": "4"}, "num_layers is '4', expected a whole number"),
+        ({"gated": 3}, "gated is 3, expected true or false"),
+        ({"rope_scaling": {"much": 3}}, "expected an object with a factor"),
+        ({"norm_epsilon": -1.0}, "norm_epsilon"),
+    ],
+)
+def test_own_fields_that_make_no_sense(tmp_path, change, words):
+    with pytest.raises(ValueError, match=words):
+        read(tmp_path, dataclasses.asdict(BUILTIN_SHAPES["tiny"]) | change)
 
 
 @pytest.mark.parametrize(

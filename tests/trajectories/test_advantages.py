@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from prefixflow.trajectories import Trajectory, TrajectoryError
@@ -53,6 +55,13 @@ def test_members_of_a_group_are_found_wherever_they_stand() -> None:
     ]
     advantages = [t.advantages.tolist() for t in with_advantages(batch, "dr-grpo")]
     assert advantages == [[-2.0] * 3, [-10.0] * 3, [2.0] * 3, [10.0] * 3]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce++"])
+def test_rewards_that_overflow_are_named(estimator: str) -> None:
+    batch = [trajectory("a", "g", 1.0), trajectory("b", "g", 1e308), trajectory("c", "g", 1e308)]
+    with pytest.raises(TrajectoryError, match=rf"trajectory 'b'.*reward.*{re.escape(estimator)}.*Scale"):
+        with_advantages(batch, estimator)
 
 
 def test_a_missing_reward_is_named() -> None:

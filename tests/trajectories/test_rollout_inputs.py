@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from prefixflow.trajectories import Trajectory, TrajectoryError, write_trajectories
+from prefixflow.trajectories.files import why_unwritable
 from prefixflow.trajectories.inbox import Inbox
 from prefixflow.trajectories.prompts import read_prompts
 from prefixflow.trajectories.rewards import RewardFunction, Sample
@@ -92,3 +93,20 @@ def test_every_file_is_used_once_across_restarts(tmp_path: Path) -> None:
     assert not inbox.is_current(tmp_path / "1.jsonl")
     assert resumed.open_next() == tmp_path / "1.jsonl"
     assert resumed.open_next() is None
+
+
+@pytest.mark.parametrize("code", ["def f(sample:", "never_defined", "import sys; sys.exit(3)"])
+def test_a_reward_file_that_cannot_be_run(tmp_path: Path, code: str) -> None:
+    (tmp_path / f"broken{len(code)}.py").write_text(code)
+    with pytest.raises(
+        ValueError, match=rf"--reward-function .*broken{len(code)}.py cannot be imported \(\w*(Error|Exit)"
+    ):
+        RewardFunction(f"{tmp_path}/broken{len(code)}.py:f")
+
+
+def test_places_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    assert why_unwritable(tmp_path / "a" / "b") is None
+    assert why_unwritable(tmp_path / "file" / "a") == f"{tmp_path}/file is no folder"
+    monkeypatch.setattr("os.access", lambda place, mode: False)
+    assert why_unwritable(tmp_path / "a" / "b") == f"{tmp_path} may not be written to"
