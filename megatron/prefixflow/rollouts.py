@@ -103,6 +103,8 @@ class FollowedBatches:
         self._read = read
         self._timeout_s = timeout_s
         self._batches: Sequence[tuple[Trajectory, ...]] | None = None
+        # What the user has still to hear; on rank 0.
+        self._unsaid: list[str] = []
         self._state = inbox.state()
 
     def take(self) -> Batch:
@@ -111,11 +113,7 @@ class FollowedBatches:
             batch, self._state = _from_first_rank(self._look)
             if batch is not None:
                 return batch
-            if _from_first_rank(lambda: time.monotonic() - begin > self._timeout_s):
-                raise TrainingError(
-                    f"--rollout trace: no new trajectories in {self._inbox.path} for {self._timeout_s / 60:g} minutes. Is the "
-                    "sampler running? --rollout-timeout-minutes sets how long to wait."
-                )
+            _from_first_rank(lambda: self._refuse_longer_wait(begin))
 
     def state(self) -> dict[str, Any]:
         return self._state
@@ -132,14 +130,20 @@ class FollowedBatches:
             time.sleep(_POLL_S)
         return found, self._inbox.state()
 
+    def _refuse_longer_wait(self, begin: float) -> None:
+        if time.monotonic() - begin > self._timeout_s:
+            raise ValueError(
+                f"--rollout trace: no new trajectories in {self._inbox.path} for {self._timeout_s / 60:g} minutes. Is the "
+                f"sampler running? --rollout-timeout-minutes sets how long to wait. {' '.join(self._unsaid)}"
+            )
+
     def _next(self) -> Batch | None:
-        warnings: list[str] = []
         if self._batches is None:
             # What a restored run was using comes first.
             file = self._inbox.reopen()
             self._batches = self._read(file) if file else ()
             if file is None and self._inbox.num_done:
-                warnings.append(
+                self._unsaid.append(
                     "--rollout trace: the file of the batches before is gone; what it still held is left out."
                 )
         while self._inbox.num_done >= len(self._batches):
@@ -149,9 +153,14 @@ class FollowedBatches:
             batches = self._read(file)
             # A file that was replaced while it was read is new, and what was read may be of either.
             self._batches = batches if self._inbox.is_current(file) else ()
+            if not batches:
+                self._unsaid.append(
+                    f"--rollout trace: {file} is skipped: it is empty, or --filter leaves nothing of it to train on."
+                )
         batch = self._batches[self._inbox.num_done]
         self._inbox.finish_batch()
-        return Batch(batch, tuple(warnings))
+        warnings, self._unsaid = tuple(self._unsaid), []
+        return Batch(batch, warnings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,22 +162,26 @@ def _groups(seed: int) -> tuple[Trajectory, ...]:
     return tuple(two_level_groups(2, 2, (20, 30), (5, 10), seed=seed))
 
 
-def _follow(argv: Sequence[str], state: dict[str, Any] | None, num_batches: int) -> tuple[list[list[int]], Any, str]:
-    """First tokens of the batches that a fresh source gives, its state, and the error that ends it."""
+def _follow(
+    argv: Sequence[str], state: dict[str, Any] | None, num_batches: int, *more: str
+) -> tuple[list[list[int]], Any, str]:
+    """First tokens of the batches that a fresh source gives, its state, and what it says, the error that ends it included."""
     from megatron.prefixflow.arguments import parse_arguments
     from megatron.prefixflow.errors import TrainingError
     from megatron.prefixflow.rollouts import followed_batches
 
-    source = followed_batches(parse_arguments(argv, training=True))
+    source = followed_batches(parse_arguments([*argv, *more], training=True))
     if state is not None:
         source.restore(json.loads(json.dumps(state)))
-    taken = []
+    taken, said = [], ""
     try:
         for _ in range(num_batches):
-            taken.append(source.take().trajectories[0].tokens.tolist())
+            batch = source.take()
+            said += " ".join(batch.warnings)
+            taken.append(batch.trajectories[0].tokens.tolist())
     except TrainingError as error:
-        return taken, source.state(), str(error)
-    return taken, source.state(), ""
+        said += str(error)
+    return taken, source.state(), said
 
 
 def test_followed_files_are_used_once_and_in_order_on_every_rank(worlds: Worlds, tmp_path: Path) -> None:
@@ -194,6 +198,14 @@ def test_followed_files_are_used_once_and_in_order_on_every_rank(worlds: Worlds,
     after = worlds[2].run(_follow, argv, before[0][1], 9)
     assert [taken for taken, *_ in after] == [expected[1:]] * 2
     assert all("no new trajectories" in problem for *_, problem in after)
+    assert all("skipped" not in problem for *_, problem in after)
+    # Of the second file nothing is left: said once, with the next batch or where there is none.
+    overlong = ("--filter", "overlong", "--max-response-length", "7")
+    for num_taken in (2, 4):
+        filtered = worlds[2].run(_follow, argv, None, 9, *overlong)
+        assert [len(taken) for taken, *_ in filtered] == [num_taken] * 2
+        assert all(said.count(" is skipped") == said.count("1.jsonl is skipped") == 1 for *_, said in filtered)
+        write_trajectories(tmp_path / "2.jsonl", files[0])
     (tmp_path / "2.jsonl").write_text("no trajectory\n")
     assert all("2.jsonl, line 1" in problem for *_, problem in worlds[2].run(_follow, argv, after[0][1], 1))
 
