@@ -52,8 +52,24 @@ MOE_TRAIN_ARGS=(
     --routing-replay rollout
 )
 
+# refuse MESSAGE
+refuse() {
+    echo "$0: $1" >&2
+    exit 2
+}
+
+# check_counts: variables of the environment that count something do.
+check_counts() {
+    local name
+    for name in NUM_PROCESSES NUM_NODES; do
+        [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || refuse "$name is '${!name}', expected a whole number of at least 1."
+    done
+    [[ ${NODE_RANK:-0} =~ ^[0-9]+$ ]] || refuse "NODE_RANK is '$NODE_RANK', expected the number of this node, from 0."
+}
+
 # start ARGUMENT...: pretrain_rl.py on the processes of this node.
 start() {
+    check_counts
     local torchrun=(--nproc-per-node "$NUM_PROCESSES")
     if [ "${NUM_NODES:-1}" -gt 1 ]; then
         torchrun+=(
@@ -91,6 +107,7 @@ recipe() {
         plans=true
         shift
     fi
+    check_counts
     local model=${1:?"$usage"} trajectories=${2:?"$usage"}
     shift 2
     local plan_args=("${COMMON_PLAN_ARGS[@]}" "${PLAN_ARGS[@]}")
@@ -99,8 +116,11 @@ recipe() {
         tp=$(value_of --tensor-model-parallel-size "${plan_args[@]}" "$@")
         pp=$(value_of --pipeline-model-parallel-size "${plan_args[@]}" "$@")
         cp=$(value_of --context-parallel-size "${plan_args[@]}" "$@")
+        local world=$((NUM_NODES * NUM_PROCESSES)) copy=$((tp * pp * cp))
+        [ $((world % copy)) -eq 0 ] ||
+            refuse "NUM_NODES=$NUM_NODES of NUM_PROCESSES=$NUM_PROCESSES are no multiple of the $copy processes of a model."
         "$PYTHON" -m prefixflow.cli plan "$trajectories" --model "$model" "${plan_args[@]}" \
-            --data-parallel-size $((NUM_NODES * NUM_PROCESSES / (tp * pp * cp))) "$@"
+            --data-parallel-size $((world / copy)) "$@"
         return
     fi
     local out=${1:?"$usage"}

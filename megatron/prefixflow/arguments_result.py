@@ -87,7 +87,8 @@ class Arguments:
     def hf_model(self) -> str | None:
         """`--model` where it is a folder with weights."""
         model = self.values["model"]
-        has_weights = model is not None and any(Path(model).glob("*.safetensors"))
+        # An index without its files is a folder that was fetched by half, and not one to start from random weights.
+        has_weights = model is not None and any(Path(model).glob("*.safetensors*"))
         return model if has_weights else None
 
     @property

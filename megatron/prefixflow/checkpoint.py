@@ -112,9 +112,16 @@ def find_checkpoint(folder: str | Path, iteration: int | None = None) -> Place:
     folder = Path(folder)
     if not folder.is_dir():
         raise MissingCheckpointError(f"{folder}: there is no such folder of checkpoints.")
-    if iteration is None and (folder / "metadata.json").is_file():
+    if iteration is not None and iteration < 0:
+        raise CheckpointError(f"--ckpt-step is {iteration}, expected the step of a checkpoint, at least 0.")
+    if (folder / "metadata.json").is_file():
         _refuse_half(folder)
-        return Place(folder, _saved_iteration(folder))
+        saved = _saved_iteration(folder)
+        if iteration not in (None, saved):
+            raise CheckpointError(
+                f"{folder} is one checkpoint itself, not that of step {iteration}. Leave --ckpt-step out."
+            )
+        return Place(folder, saved)
     if iteration is None:
         iteration = _tracked(folder)
     place = folder / iteration_name(iteration)
@@ -124,7 +131,7 @@ def find_checkpoint(folder: str | Path, iteration: int | None = None) -> Place:
     if not place.is_dir():
         found = ", ".join(sorted(p.name for p in folder.iterdir() if _is_checkpoint_name(p.name))) or "none"
         raise CheckpointError(
-            f"{folder}: checkpoint {place.name} is missing, found {found}. Name one of them with --ckpt-step."
+            f"{folder}: checkpoint {place.name} is missing, found {found}. Name the step of one of them with --ckpt-step."
         )
     _refuse_half(place)
     return Place(place, iteration)

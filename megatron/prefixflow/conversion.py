@@ -145,12 +145,12 @@ def megatron_to_hf(
     out_dir = Path(out_dir).absolute()
     _refuse_occupied(out_dir)
     place = find_checkpoint(load_dir, iteration).folder
-    hf_dir = Path(hf_dir) if hf_dir is not None else place / CARRIED
-    if not hf_dir.is_dir():
+    if hf_dir is None and not (place / CARRIED).is_dir():
         raise ValueError(
             f"{place} carries no Hugging Face files. Name a folder with the model's configuration and tokenizer with "
             "--hf-checkpoint."
         )
+    hf_dir = place / CARRIED if hf_dir is None else Path(hf_dir)
     form = HFForm.of(hf_dir)
     saved = _saved_tensors(place)
     if _EMBEDDING not in saved:

@@ -31,6 +31,7 @@ from megatron.prefixflow.calibration import check_calibration
 from megatron.prefixflow.configs import has_transformer_engine
 from megatron.prefixflow.data import group_batches, load_trajectories, step_batches
 from megatron.prefixflow.device import torch_device
+from megatron.prefixflow.hf_files import HFTensors
 from megatron.prefixflow.logs import check_log_packages
 from megatron.prefixflow.planning import MemorySettings, dense_config, dense_memory, zero_weight
 from megatron.prefixflow.resume import Start, check_places, find_start
@@ -94,7 +95,7 @@ class Job:
             *_data_lines(self),
             *([] if self.memory is None else [self.memory]),
             *([] if self.start.line is None else [self.start.line]),
-            *(f"warning: {warning}" for warning in self.warnings),
+            *(f"warning: {warning}" for warning in (*self.warnings, *_model_warnings(self.args, self.start))),
         )
 
 
@@ -112,6 +113,9 @@ def prepare(argv: Sequence[str], world_size: int) -> Job:
         importlib.import_module("megatron.prefixflow.bridge")
     _check_outputs(args)
     start = find_start(args)
+    if args.hf_model and start.folder is None:
+        # Its headers are read, and each file is there and whole.
+        HFTensors(args.hf_model)
     check_places(args, start)
     check_calibration(args, layout)
     if not args.logprobs_only:
@@ -132,6 +136,11 @@ def prepare(argv: Sequence[str], world_size: int) -> Job:
 def _sampling_job(args: Arguments, layout: ParallelLayout, kernel: AttentionKernel) -> Job:
     refuse_unsupported(transformer_config(args))
     room = args.seq_length + 1 - args.max_response_length
+    if room < 1:
+        raise ArgumentsError(
+            f"--max-response-length {args.max_response_length} leaves no room for a prompt: with --seq-length "
+            f"{args.seq_length} it is at most {args.seq_length}. Lower it, or raise --seq-length."
+        )
     prompts = read_prompts(args.trajectories, vocab_size=args.vocab_size, max_prompt_tokens=room)
     num_prompts = args.global_batch_size // args.group_size
     if num_prompts > len(prompts):
@@ -274,6 +283,11 @@ def _check_dense(
         settings.fitted(batch, config, omit)
     except ValueError as error:
         raise ArgumentsError(f"--verify-steps: a step cannot be run dense. {error}") from error
+
+
+def _model_warnings(args: Arguments, start: Start) -> Iterator[str]:
+    if args.model is not None and Path(args.model).is_dir() and args.hf_model is None and start.folder is None:
+        yield f"--model {args.model} has no safetensors files: the run starts from random weights."
 
 
 def _data_warnings(args: Arguments, trajectories: Sequence[Trajectory]) -> Iterator[str]:

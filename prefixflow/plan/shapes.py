@@ -245,7 +245,10 @@ class ModelShape:
             ValueError: not JSON, a field missing or unknown, an architecture that is not covered.
         """
         file = Path(path)
-        file = file / "config.json" if file.is_dir() else file
+        if file.is_dir():
+            file = file / "config.json"
+            if not file.is_file():
+                raise ValueError(f"{path}: expected a folder of a Hugging Face model, got one without config.json.")
         data = read_json_object(file)
         if "num_hidden_layers" in data or "model_type" in data:
             return _shape_from_hugging_face(data, str(file))

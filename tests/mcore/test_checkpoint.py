@@ -168,6 +168,8 @@ def test_what_cannot_be_loaded(file: Path, tmp_path: Path, run: Run) -> None:
     assert "step 1/1" in out
     assert "no such folder" in refused("--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint")
     assert "found iter_0000002" in refused(*load, "--ckpt-step", "7")
+    assert "--ckpt-step is -1" in refused(*load, "--ckpt-step", "-1")
+    assert "is one checkpoint itself" in refused("--load", str(saved / "iter_0000002"), "--ckpt-step", "7")
     assert "shape" in refused(*load, "--ffn-hidden-size", "256")
     assert "which the model lacks" in refused(*load, argv=arguments(file, steps=1, model="tiny-moe"))
     assert "it lacks" in refused(*load, "--qk-layernorm")
@@ -347,3 +349,18 @@ def test_a_model_in_another_form_is_no_new_start(file: Path, tmp_path: Path, run
     status, out = run(1, [*arguments(file, steps=1), "--load", str(tmp_path / "a")])
     assert status == 2
     assert "checkpoint" in out
+
+
+def test_a_model_without_weights_is_random_and_half_of_one_is_refused(file: Path, tmp_path: Path, run: Run) -> None:
+    from tests.mcore.test_conversion import TINY
+
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "llama", **TINY, "vocab_size": 512}))
+    line = [*arguments(file, "--kl-coef", "0", steps=1), "--model", str(tmp_path / "hf")]
+    status, out = run(1, line)
+    assert status == 0, out
+    assert f"--model {tmp_path / 'hf'} has no safetensors files: the run starts from random weights" in out
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
+    status, out = run(1, line)
+    assert status == 2
+    assert "lacks b.safetensors, which its index names" in out

@@ -206,3 +206,18 @@ def test_nodes_of_a_slurm_job_meet(tmp_path: Path) -> None:
 def test_several_nodes_need_to_know_where_they_meet(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="MASTER_ADDR"):
         run(RECIPES[0], "m", "t", str(tmp_path / "out"), folder=tmp_path, NUM_NODES="2", MASTER_ADDR="")
+
+
+@pytest.mark.parametrize("first", [["--plan"], []])
+@pytest.mark.parametrize("given", ["NUM_NODES=x", "NUM_NODES=0", "NUM_PROCESSES=1.5", "NODE_RANK=-1"])
+def test_counts_that_are_none_are_refused(tmp_path: Path, first: list[str], given: str) -> None:
+    name, value = given.split("=")
+    with pytest.raises(AssertionError, match=f"{name} is '{value}', expected"):
+        run(RECIPES[0], *first, "m", "t", str(tmp_path / "out"), folder=tmp_path, **{name: value})
+    assert not (tmp_path / "out").exists()
+
+
+def test_processes_that_are_no_whole_models_are_refused(tmp_path: Path) -> None:
+    script = EXAMPLES / "rag" / "qwen3_235b_a22b.sh"
+    with pytest.raises(AssertionError, match="NUM_PROCESSES=3 are no multiple"):
+        run(script, "--plan", "m", "t", folder=tmp_path, NUM_NODES="1", NUM_PROCESSES="3")

@@ -130,6 +130,7 @@ def test_a_batch_is_filled_with_groups_that_teach(worlds: Worlds, prompts: Path)
         (("--group-size", "2"), "a step samples from 6 prompts"),
         (("--reward-function", "nowhere:f"), "cannot be imported"),
         (("--seq-length", "25"), "at most 20 tokens"),
+        (("--max-response-length", "65537"), "--max-response-length 65537 leaves no room for a prompt"),
         (("--memory-budget-gib", "1e-5"), "--memory-budget-gib"),
     ],
 )

@@ -210,6 +210,8 @@ def test_files_that_are_no_shape(tmp_path, data, words):
 
 def test_names_and_paths(tmp_path):
     assert ModelShape.load("tiny") is BUILTIN_SHAPES["tiny"]
+    with pytest.raises(ValueError, match=r"got one without config\.json"):
+        ModelShape.load(str(tmp_path))
     read(tmp_path, LLAMA)
     assert ModelShape.load(str(tmp_path)).num_layers == 30
     with pytest.raises(ValueError, match="Did you mean 'tiny-moe'"):
