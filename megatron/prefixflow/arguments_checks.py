@@ -292,6 +292,10 @@ def _validate_numbers(values: Mapping[str, Any]) -> None:
         value = values[dest]
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise ArgumentsError(f"{flag_of(dest)} is {value}, expected a finite number of at least 0.")
+    for dest in ("rope_scaling_factor", "rotary_seq_len_interpolation_factor"):
+        value = values[dest]
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ArgumentsError(f"{flag_of(dest)} is {value}, expected a finite number above 0.")
     minutes = values["rollout_timeout_minutes"]
     if not (math.isfinite(minutes) and minutes >= 0):
         raise ArgumentsError(f"--rollout-timeout-minutes is {minutes}, expected a finite number of at least 0.")

@@ -112,8 +112,12 @@ class Arguments:
         return dataclasses.replace(self, values={**self.values, **changes})
 
 
+_SCALING_FACTORS = {"llama3": "rope-scaling-factor", "linear": "rotary-seq-len-interpolation-factor"}
+
+
 def arguments_for_shape(shape: ModelShape) -> list[str]:
     """The command line that makes a model of this shape."""
+    scaling = shape.rope_scaling
     values = {
         "num-layers": shape.num_layers,
         "hidden-size": shape.hidden_size,
@@ -133,13 +137,13 @@ def arguments_for_shape(shape: ModelShape) -> list[str]:
         "untie-embeddings-and-output-weights": not shape.tied_embeddings,
         "qk-layernorm": shape.qk_layernorm,
         "add-qkv-bias": shape.qkv_bias,
-        "use-rope-scaling": shape.rope_scaling is not None,
+        "use-rope-scaling": scaling is not None and scaling.kind == "llama3",
         "group-query-attention": shape.num_query_groups != shape.num_attention_heads,
     }
     if flags["group-query-attention"]:
         values["num-query-groups"] = shape.num_query_groups
-    if shape.rope_scaling is not None:
-        values["rope-scaling-factor"] = shape.rope_scaling.factor
+    if scaling is not None:
+        values[_SCALING_FACTORS[scaling.kind]] = scaling.factor
     if shape.is_moe:
         values |= _expert_values(shape)
         # Megatron normalises the top-k weights unless the softmax comes first.
@@ -191,7 +195,14 @@ def shape_of(args: Arguments) -> ModelShape:
         qk_layernorm=args.qk_layernorm,
         qkv_bias=args.add_qkv_bias,
         rotary_base=args.rotary_base,
-        rope_scaling=RopeScaling(args.rope_scaling_factor) if args.use_rope_scaling else None,
+        rope_scaling=_scaling_of(args),
         norm_epsilon=args.layernorm_epsilon,
         **experts,
     )
+
+
+def _scaling_of(args: Arguments) -> RopeScaling | None:
+    if args.use_rope_scaling:
+        return RopeScaling(args.rope_scaling_factor)
+    factor = args.rotary_seq_len_interpolation_factor
+    return None if factor is None else RopeScaling(factor, "linear")

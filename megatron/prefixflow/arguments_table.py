@@ -224,7 +224,7 @@ OWN_ROWS: tuple[Row, ...] = (
     Row("--rope-type", str, None, "kind of RoPE", choices=("rope", "yarn")),
     Row("--rotary-base", int, 10_000, "base of the RoPE frequencies"),
     Row("--rotary-percent", float, 1.0, "part of each head that is rotated"),
-    Row("--rotary-seq-len-interpolation-factor", int, None, "divides the positions"),
+    Row("--rotary-seq-len-interpolation-factor", float, None, "divides the positions"),
     _flag("--use-rope-scaling", "Llama 3.1's frequency scaling"),
     Row("--rope-scaling-factor", float, 8.0, "factor of that scaling"),
     _flag("--swiglu", "gated MLP with SiLU"),

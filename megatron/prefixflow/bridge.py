@@ -124,9 +124,12 @@ def export_hf_weights(model_chunks: Sequence[torch.nn.Module], out_dir: str | Pa
         configuration, tokenizer and chat template go along.
 
     Parameters come to rank 0 one at a time, which writes them; the folder appears under its name only when it is whole.
-    Raises ValueError, on every rank, when `out_dir` is there already.
+    Raises ValueError, on every rank, when `out_dir` is there already, and for routers that no such folder can describe.
     """
     chunks = [_unwrap(chunk) for chunk in model_chunks]
+    config = chunks[0].config
+    if problem := unexported_router(config.moe_router_score_function, config.moe_router_enable_expert_bias):
+        raise ValueError(f"{out_dir} cannot be written: {problem}")
     form = _form_for(chunks, hf_dir)
     out_dir = Path(out_dir).absolute()
     _refuse_existing(out_dir)
@@ -147,6 +150,15 @@ def export_hf_weights(model_chunks: Sequence[torch.nn.Module], out_dir: str | Pa
         for _ in parameters:
             pass
     dist.barrier()
+
+
+def unexported_router(score_function: str, has_expert_bias: bool) -> str | None:
+    """What a router has that none of the architectures here has in its Hugging Face form, so that an export would lose it."""
+    if has_expert_bias:
+        return "routers have expert biases (--moe-router-enable-expert-bias), for which the Hugging Face form has no place."
+    if score_function != "softmax":
+        return f"--moe-router-score-function is {score_function}, and the Hugging Face form means softmax."
+    return None
 
 
 class _Form(Protocol):

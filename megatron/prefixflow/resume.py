@@ -110,6 +110,11 @@ def check_places(args: Arguments, start: Start) -> None:
             "--export-hf-every needs the configuration of a Hugging Face model: give --model a folder with weights, or --load or "
             "--pretrained-checkpoint a checkpoint that was converted from one."
         )
+    if args.export_hf_every is not None and args.num_experts:
+        from megatron.prefixflow.bridge import unexported_router
+
+        if problem := unexported_router(args.moe_router_score_function, args.moe_router_enable_expert_bias):
+            raise ArgumentsError(f"--export-hf-every: {problem} Leave one of them out.")
 
 
 def export_place(args: Arguments) -> tuple[int, str | None]:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from prefixflow.trajectories.types import RouteShape
 
@@ -27,13 +27,16 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """The frequency scaling of Llama 3.1 (`rope_type: llama3`), with its low and high frequency
-    factors 1 and 4 and its original length 8192."""
+    """How RoPE is stretched: `llama3` scales the frequencies as Llama 3.1 does, with its low and high frequency factors 1 and 4
+    and its original length 8192; `linear` divides the positions."""
 
     factor: float
+    kind: Literal["llama3", "linear"] = "llama3"
 
     def __post_init__(self) -> None:
         check_number("rope scaling: factor", self.factor, whole=False)
+        if self.kind not in ("llama3", "linear"):
+            raise ValueError(f"rope scaling: kind is {self.kind!r}, expected 'llama3' or 'linear'.")
 
 
 def check_number(name: str, value: object, *, least: int = 1, whole: bool = True) -> None:
@@ -289,9 +292,9 @@ def _shape_from_fields(data: dict[str, Any], where: str) -> ModelShape:
         values["moe_layer_pattern"] = tuple(_list_of(int, values["moe_layer_pattern"], f"{where}: moe_layer_pattern"))
     if values.get("rope_scaling") is not None:
         scaling = values["rope_scaling"]
-        if not isinstance(scaling, dict) or scaling.keys() != {"factor"}:
-            raise ValueError(f"{where}: rope_scaling is {scaling!r}, expected an object with a factor.")
-        values["rope_scaling"] = RopeScaling(scaling["factor"])
+        if not isinstance(scaling, dict) or not {"factor"} <= scaling.keys() <= {"factor", "kind"}:
+            raise ValueError(f"{where}: rope_scaling is {scaling!r}, expected an object with a factor, and a kind.")
+        values["rope_scaling"] = RopeScaling(**scaling)
     if "kv_channels" not in values and {"hidden_size", "num_attention_heads"} <= values.keys():
         for name in ("hidden_size", "num_attention_heads"):
             check_number(f"{where}: {name}", values[name])
@@ -411,6 +414,8 @@ def _rope_of(data: dict[str, Any], where: str) -> tuple[int, RopeScaling | None]
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return int(base), None
+    if kind == "linear":
+        return int(base), RopeScaling(float(rope["factor"]), "linear")
     expected = {
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
@@ -418,7 +423,7 @@ def _rope_of(data: dict[str, Any], where: str) -> tuple[int, RopeScaling | None]
     }
     if kind != "llama3" or any(rope.get(key, value) != value for key, value in expected.items()):
         raise ValueError(
-            f"{where}: rope scaling {rope} is not covered; expected rope_type 'default' or 'llama3' with {expected}."
+            f"{where}: rope scaling {rope} is not covered; expected rope_type 'default', 'linear', or 'llama3' with {expected}."
         )
     return int(base), RopeScaling(float(rope["factor"]))
 

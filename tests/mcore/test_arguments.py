@@ -651,8 +651,9 @@ def test_shapes_survive_the_command_line(name):
     assert parse_arguments(["--model", name]).shape_key == args.shape_key
 
 
-def test_scaled_rope_survives_the_command_line():
-    shape = dataclasses.replace(BUILTIN_SHAPES["tiny"], rope_scaling=RopeScaling(32.0), qkv_bias=True)
+@pytest.mark.parametrize("scaling", [RopeScaling(32.0), RopeScaling(2.5, "linear")])
+def test_scaled_rope_survives_the_command_line(scaling):
+    shape = dataclasses.replace(BUILTIN_SHAPES["tiny"], rope_scaling=scaling, qkv_bias=True)
     assert dataclasses.replace(shape_of(parse_arguments(arguments_for_shape(shape))), name="tiny") == shape
 
 

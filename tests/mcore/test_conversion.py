@@ -40,13 +40,14 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
 QWEN3_MOE = {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
     "qwen2-tied": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3-moe": ("Qwen3MoeConfig", {**QWEN3_MOE, "num_experts_per_tok": 2, "mlp_only_layers": [2]}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral": ("MistralConfig", {"sliding_window": None, "rope_parameters": LINEAR_ROPE}),
 }
 LAYOUT = ("--tp", "2", "--pp", "2", "--num-virtual-stages-per-pipeline-rank", "2")
 EXPERT_LAYOUT = (*LAYOUT, "--ep", "2", "--expert-tensor-parallel-size", "1", "--sequence-parallel")
@@ -164,6 +165,28 @@ def test_experts_are_read_from_a_hugging_face_folder(worlds: Worlds, tmp_path: P
     expected = transformers_logprobs(hf_dir, file)
     for line in map(json.loads, out.read_text().splitlines()):
         np.testing.assert_allclose(line["logprobs"], expected[line["id"]], rtol=0, atol=1e-4)
+
+
+def exported(argv: list[str], folder: Path, hf_dir: Path) -> None:
+    from megatron.prefixflow.bridge import export_hf_weights
+    from megatron.prefixflow.job import prepare
+    from megatron.prefixflow.training import Scorer
+
+    export_hf_weights(Scorer(prepare(argv, 1)).chunks, folder, hf_dir)
+
+
+def test_what_an_export_would_lose_is_refused(worlds: Worlds, tmp_path: Path) -> None:
+    hf_dir = make_model("qwen3-moe", tmp_path / "hf", num_hidden_layers=1, mlp_only_layers=[])
+    line = ["--model", str(hf_dir), "--trajectories", str(write_file(tmp_path / "t.jsonl", VOCAB_SIZE))]
+    sigmoid = ["--moe-router-score-function", "sigmoid"]
+    scores = ["--logprobs-only", str(tmp_path / "scores.jsonl")]
+    (message,) = worlds[1].run(failure, exported, [*line, *scores, *sigmoid], tmp_path / "exported", hf_dir)
+    assert "--moe-router-score-function is sigmoid" in message
+    assert not (tmp_path / "exported").exists()
+    trains = ["--global-batch-size", "3", "--train-iters", "1", "--lr", "1e-3"]
+    exports = ["--export-hf-every", "1", str(tmp_path / "exported")]
+    biased = [*line, *sigmoid, "--moe-router-enable-expert-bias", *trains, *exports]
+    assert worlds[1].run(run_main, biased) == [2], "before the run"
 
 
 def failure(action: Callable[..., None], *arguments: Any) -> str:

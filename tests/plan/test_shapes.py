@@ -132,7 +132,8 @@ def test_hugging_face_experts_of_mixtral(tmp_path):
 
 
 def test_own_fields_round_trip(tmp_path):
-    for shape in BUILTIN_SHAPES.values():
+    stretched = dataclasses.replace(BUILTIN_SHAPES["tiny"], rope_scaling=RopeScaling(2.5, "linear"))
+    for shape in (*BUILTIN_SHAPES.values(), stretched):
         assert read(tmp_path, dataclasses.asdict(shape)) == shape
 
 
@@ -145,6 +146,7 @@ def test_own_fields_round_trip(tmp_path):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "missing field 'factor'"),
         ({"rope_theta": 10000.5}, "whole number"),
         ({"vocab_size": None}, "vocab_size"),
         ({"num_key_value_heads": 2}, "do not divide into 2 K/V groups"),
