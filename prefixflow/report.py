@@ -18,11 +18,10 @@ from prefixflow.forest import RouteMismatch
 from prefixflow.html import PageText, PlannedStep, write_page
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.calibrate import Calibration, MeasuredOn, layout_key, shape_digest
-from prefixflow.plan.context import ContextKV, KVTraffic
+from prefixflow.plan.context import ContextKV
 from prefixflow.plan.cost import CostModel, MeasuredCosts
 from prefixflow.plan.layout import ParallelLayout, layers_per_stage
 from prefixflow.plan.plan import DEFAULT_MAX_TOKENS, MERGED_PREFIX_TOKENS, MergeGroups, Plan, PlanConfig, PrefixReuse
-from prefixflow.plan.ring import RingTraffic, rowless
 from prefixflow.plan.shapes import BUILTIN_SHAPES, TRAINABLE_SHAPES, ModelShape
 from prefixflow.schedule.capacity import LARGEST_GROUP, GroupShape, find_capacity
 from prefixflow.schedule.context import ContextKVChoice, fit_with_context, unfitted_choice
@@ -33,6 +32,7 @@ from prefixflow.schedule.peak import MemoryPoint
 from prefixflow.schedule.replay import kv_bytes_kept_to_end, replay_cache
 from prefixflow.schedule.residency import ActivationPolicy
 from prefixflow.schedule.search import max_makespan, plan_pipeline, predicted_timeline, rank_table, stage_costs
+from prefixflow.schedule.traffic import received_bytes
 from prefixflow.trajectories import Trajectory, read_trajectories, routes_path, trajectory_files
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -140,15 +140,18 @@ def report_plan(step: PlannedStep, *, context_kv: ContextKVChoice | None = None)
         **_cache_peaks(step),
         memory=f"at most {plan.config.max_tokens_per_microbatch} tokens a microbatch, {step.choice.describe()}",
         digest=plan.digest,
-        context_bytes=_context_bytes(plan, memory, rows),
-        context_kv=None
-        if context_kv is None
-        else ContextReport(
-            choice=context_kv.kv.value,
-            reason=context_kv.reason,
-            peak_bytes={kv.value: _peak_bytes(other) for kv, other in _with_each_context_kv(step).items()},
-            context_bytes={kv.value: _context_bytes(plan, replace(memory, context_kv=kv), rows) for kv in ContextKV},
-        ),
+        context_bytes=received_bytes(plan, memory, step.choice, rows),
+        context_kv=None if context_kv is None else _context_report(step, context_kv, rows),
+    )
+
+
+def _context_report(step: PlannedStep, chosen: ContextKVChoice, rows: Sequence[int]) -> ContextReport:
+    steps = {kv.value: other for kv, other in _with_each_context_kv(step).items()}
+    return ContextReport(
+        choice=chosen.kv.value,
+        reason=chosen.reason,
+        peak_bytes={kv: _peak_bytes(other) for kv, other in steps.items()},
+        context_bytes={kv: received_bytes(other.plan, other.memory, other.choice, rows) for kv, other in steps.items()},
     )
 
 
@@ -193,36 +196,6 @@ def _cache_peaks(step: PlannedStep) -> dict[str, int]:
             for name, num_bytes in zip(peaks, (cache.peak_kv_bytes, cache.peak_bytes, kept), strict=True):
                 peaks[name] = max(peaks[name], num_bytes)
     return peaks
-
-
-def _context_bytes(plan: Plan, memory: MemoryModel, rows: Sequence[int]) -> int:
-    """What all context-parallel ranks receive in a step."""
-    if memory.context_kv is ContextKV.RING and memory.context_parallel > 1:
-        return _ring_bytes(plan, memory, rows)
-    shape, size = memory.shape, memory.context_parallel
-    gathered_bytes = shape.kv_bytes_per_token(memory.element_bytes)
-    traffic = KVTraffic(
-        gathered_bytes=gathered_bytes,
-        regathered_bytes=gathered_bytes if memory.recomputes_attention else 0,
-        reduced_bytes=shape.kv_gradient_bytes_per_token(memory.element_bytes),
-    )
-    return size * sum(traffic.num_bytes(microbatches, size) for microbatches in plan.ranks)
-
-
-def _ring_bytes(plan: Plan, memory: MemoryModel, rows: Sequence[int]) -> int:
-    shape, size = memory.shape, memory.context_parallel
-    num_turns = 2 + memory.recomputes_attention
-    kv_bytes = num_turns * shape.kv_bytes_per_token(memory.element_bytes)
-    gradient_bytes = shape.kv_gradient_bytes_per_token(memory.element_bytes)
-    # A microbatch without rows leaves out the attention of the last layer, unless a router's losses read it.
-    num_tails = 0 if shape.is_moe else 1
-    tail_bytes, tail_gradient_bytes = (num_tails * b // shape.num_layers for b in (kv_bytes, gradient_bytes))
-    traffic = RingTraffic(kv_bytes, gradient_bytes, tail_bytes, tail_gradient_bytes)
-    return sum(
-        traffic.num_bytes(microbatches, size, rank, rowless(microbatches, rows))
-        for microbatches in plan.ranks
-        for rank in range(size)
-    )
 
 
 def _cost_spread(plan: Plan, data_rank: int, rows: Sequence[int]) -> float:

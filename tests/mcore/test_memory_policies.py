@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from megatron.prefixflow.bench import Bench, Cell, Job
 from megatron.prefixflow.parity import Case, Runner
 from megatron.prefixflow.stage import StageRunner
+from prefixflow.cli import main as plan_main
+from prefixflow.plan.shapes import ModelShape
 from prefixflow.runtime.attention.function import Operation
 from prefixflow.runtime.host import HostArena
 from prefixflow.runtime.memory import LiveBytes
@@ -67,6 +71,8 @@ ORDINARY = [
     ("trees", "--max-tokens 16 --prefix-memory recompute --recompute full"),
     ("groups", "--max-tokens 16 --pp 2 --prefix-memory recompute"),
     ("trees", "--max-tokens 16 --pp 2 --prefix-memory offload --recompute full"),
+    ("groups", "--max-tokens 16 --cp 2 --prefix-memory recompute --recompute full"),
+    ("groups", "--max-tokens 16 --cp 2 --prefix-memory recompute --context-parallel-kv ring"),
 ]
 LAYOUTS = (
     "",
@@ -86,8 +92,16 @@ GRID = [
 
 
 @pytest.mark.parametrize(("file", "text"), [*ORDINARY, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in GRID)])
-def test_float64(runner, files, file, text):
-    assert_exact(run(runner, files[file], f"{TINY} {text}"), text)
+def test_float64(runner, files, file, text, tmp_path, capsys):
+    result = run(runner, files[file], f"{TINY} {text}")
+    assert_exact(result, text)
+    if "--cp" in text:
+        model = tmp_path / "model.json"
+        model.write_text(json.dumps(asdict(replace(ModelShape.from_name("tiny"), num_layers=2))))
+        argv = [*text.split(), "--model", str(model), "--dtype", "float64", "--device", "cpu", "--json"]
+        capsys.readouterr()
+        assert plan_main(["plan", files[file], *argv]) == 0
+        assert json.loads(capsys.readouterr().out)["context_bytes"] == result["context_bytes"]
 
 
 @pytest.mark.parametrize(
