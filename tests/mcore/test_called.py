@@ -7,13 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron.prefixflow.groups import planning_group
+from megatron.prefixflow.planning import agree
 from megatron.prefixflow.routing import RouteStore
+from megatron.prefixflow.session import start_session
 from megatron.prefixflow.step import StepRunner
+from prefixflow.plan.layout import ParallelLayout
 from prefixflow.plan.plan import Plan, PlanConfig
 from prefixflow.runtime.called import CalledObjective
 from prefixflow.runtime.loss import LossConfig
+from prefixflow.runtime.world import Worlds
 from prefixflow.schedule import search
 from prefixflow.trajectories import Trajectory
 from tests.mcore.faults import patch
@@ -23,9 +28,10 @@ NUM_CALLS = 3
 """On each data-parallel rank."""
 TINY = "--model tiny --max-tokens 32 --kl-coef 0.1"
 CASES = [
-    ("mixed-near", f"{TINY} --entropy-coef 0.05 --policy-loss gspo", 1e-9),
-    ("groups-near", f"{TINY} --pp 2", 1e-9),
-    ("deep-near", f"{TINY} --pp 2 --vpp 2 --entropy-coef 0.05", 1e-9),
+    # Every microbatch waits for the last forward, those with rows too.
+    ("mixed-near", f"{TINY} --entropy-coef 0.05 --policy-loss gspo --prefix-memory recompute", 1e-9),
+    ("groups-near", f"{TINY} --pp 2 --memory-budget-gib 1", 1e-9),
+    ("deep-near", f"{TINY} --pp 2 --vpp 2 --entropy-coef 0.05 --prefix-memory offload", 1e-9),
     # Megatron rounds router scores to float32.
     ("groups-near", "--model tiny-moe --num-layers 2 --max-tokens 32 --ep 2", 1e-6),
 ]
@@ -88,6 +94,27 @@ def test_gradients_of_called_losses(compare: Any, file: str, text: str, limit: f
     assert result["max_rel_grad_err"] < limit
     assert result["loss_rel_err"] < limit
     assert result["logical_tokens"] > result["computed_tokens"]
+    if "recompute" in text:
+        assert result["recomputed_microbatches"] == result["microbatches"]
+    if "offload" in text:
+        assert result["host_bytes"] > 0
+
+
+def agreements() -> tuple[bool, str]:
+    """Whether each rank may have a plan of its own where it is by itself, and what it gets where two run one together."""
+    groups = start_session(ParallelLayout(dp=2), seed=1)
+    agree(f"plan {groups.data_rank}", planning_group(groups, 1))
+    try:
+        agree(f"plan {groups.data_rank}", planning_group(groups, 2))
+    except RuntimeError as error:
+        return dist.get_rank() == groups.data_rank, str(error)
+    return False, ""
+
+
+def test_ranks_agree_with_those_that_run_their_plan_only(worlds: Worlds) -> None:
+    for is_its_rank, error in worlds[2].run(agreements, timeout_s=60):
+        assert is_its_rank
+        assert "different plans (digests by rank: ['plan 0', 'plan 1'])" in error
 
 
 def test_a_backward_before_its_call_is_scored_is_our_own_error(compare: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,9 @@ from hypothesis import strategies as st
 
 from prefixflow.plan.batch import microbatch_arrays
 from prefixflow.plan.plan import Plan, PlanConfig, PrefixReuse, build_plan
+from prefixflow.plan.shapes import ModelShape
+from prefixflow.schedule.context import fit_with_context
+from prefixflow.schedule.memory import MemoryModel
 from prefixflow.schedule.ops import Kind
 from prefixflow.schedule.order import backward_order, forwards_needed
 from prefixflow.schedule.search import plan_pipeline, rank_table
@@ -168,6 +172,14 @@ def test_loss_calls_are_in_the_digest() -> None:
 
 
 BATCH = batch_of([1, 2, 3], [1, 2, 4], [1, 2, 5])
+
+
+def test_a_memory_budget_keeps_placement_and_calls() -> None:
+    config, memory = PlanConfig(64, data_parallel_size=2), MemoryModel(ModelShape.from_name("tiny"))
+    rules: dict[str, Any] = {"placement": [1, 0, 1], "joint": [3, 2, 3]}
+    fit, _ = fit_with_context(BATCH, config, memory, 1 << 40, None, **rules)
+    assert fit.plan == build_plan(BATCH, config, **rules)
+    assert fit.plan.placement == (1, 0, 1)
 
 
 @pytest.mark.parametrize(
