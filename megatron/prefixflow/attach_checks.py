@@ -60,7 +60,7 @@ COVERED = _names(
     moe_shared_expert_overlap moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_router_num_groups
     moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_score_function
     moe_router_dtype moe_grouped_gemm moe_use_legacy_grouped_gemm moe_token_dispatcher_type moe_enable_deepep
-    moe_flex_dispatcher_backend moe_permute_fusion moe_apply_probs_on_input moe_deepep_num_sms moe_hybridep_num_sms
+    moe_flex_dispatcher_backend moe_permute_fusion moe_layer_recompute moe_apply_probs_on_input moe_deepep_num_sms moe_hybridep_num_sms
     clone_scatter_output_in_embedding use_te_activation_func disable_parameter_transpose_cache finalize_model_grads_func
     grad_scale_func timers transformer_impl"""
 )
@@ -171,10 +171,18 @@ REFUSALS: tuple[_Refusal, ...] = (
     _Refusal("moe_input_jitter_eps", "random jitter routes a shared and a repeated prefix differently"),
     _Refusal("moe_router_force_load_balancing", "random routes are for benchmarks and train nothing"),
     _Refusal("moe_router_fusion", "the fused router cannot replay routes"),
-    _Refusal("moe_layer_recompute", "Megatron deprecates it: use recompute_modules with moe"),
     _Refusal("moe_latent_size", "latent experts are not built"),
     _Refusal("moe_z_loss_coeff", _ROUTER_LOSS),
 )
+
+
+_ROUTER_OPTIONS = {
+    "moe_router_load_balancing_type": "sinkhorn balances over a whole microbatch",
+    "moe_aux_loss_coeff": _ROUTER_LOSS,
+    "moe_router_enable_expert_bias": "the biases would move by counts of computed positions, where a shared one counts once; "
+    "moe_router_bias_update_rate 0 keeps them as they are",
+}
+"""What is refused together with another field."""
 
 
 def check_config(config: TransformerConfig) -> None:
@@ -188,37 +196,35 @@ def check_config(config: TransformerConfig) -> None:
             if refusal.is_refused(value) and not has_no_part:
                 raise ValueError(_sentence(name, value, refusal.reason))
     _check_router_options(config)
-    known = COVERED | UNREAD | refused_fields()
+    known = COVERED | UNREAD | refused_fields().keys()
     for field in dataclasses.fields(TransformerConfig):
         value = getattr(config, field.name)
         if field.name not in known and value != field.default:
             raise ValueError(_sentence(field.name, value, "nothing is known about this field of Megatron-Core"))
 
 
-def refused_fields() -> frozenset[str]:
-    """Fields with values that are refused."""
-    router_options = {"moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_router_enable_expert_bias"}
-    return frozenset(name for refusal in REFUSALS for name in refusal.names.split()) | router_options
+def refused_fields() -> dict[str, str]:
+    """Fields with values that are refused, and why."""
+    always = {name: refusal.reason for refusal in REFUSALS for name in refusal.names.split()}
+    return always | _ROUTER_OPTIONS
 
 
 def _check_router_options(config: TransformerConfig) -> None:
-    """What is refused depends on another field."""
     if config.num_moe_experts is None:
         return
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     kinds = [kinds] if isinstance(kinds, str) else kinds
     coefficients = coefficients if isinstance(coefficients, list) else [coefficients] * len(kinds)
-    if "sinkhorn" in kinds:
-        reason = "sinkhorn balances over a whole microbatch"
-        raise ValueError(_sentence("moe_router_load_balancing_type", kinds, reason))
-    if any(c for kind, c in zip(kinds, coefficients, strict=True) if kind != "none"):
-        raise ValueError(_sentence("moe_aux_loss_coeff", config.moe_aux_loss_coeff, _ROUTER_LOSS))
-    if config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate:
-        reason = (
-            "the biases would move by counts of computed positions, where a shared one counts once; "
-            "moe_router_bias_update_rate 0 keeps them as they are"
-        )
-        raise ValueError(_sentence("moe_router_enable_expert_bias", True, reason))
+    is_refused = {
+        "moe_router_load_balancing_type": "sinkhorn" in kinds,
+        # Frameworks switch a loss off by its kind, and leave the coefficient of the pre-training in place.
+        "moe_aux_loss_coeff": any(c for kind, c in zip(kinds, coefficients, strict=True) if kind != "none"),
+        "moe_router_enable_expert_bias": config.moe_router_enable_expert_bias
+        and config.moe_router_bias_update_rate != 0,
+    }
+    for name, reason in _ROUTER_OPTIONS.items():
+        if is_refused[name]:
+            raise ValueError(_sentence(name, getattr(config, name), reason))
 
 
 def _sentence(name: str, value: Any, reason: str) -> str:

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias, reset_model_temporary_tensors
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -103,6 +104,8 @@ CALLS: dict[str, tuple[Callable[..., Any], int, str]] = {
     "compute_routing_scores_for_aux_loss": (moe_utils.compute_routing_scores_for_aux_loss, 3, ""),
     "finalize_model_grads": (finalize_model_grads, 1, ""),
     "DistributedDataParallel": (DistributedDataParallel.__init__, 4, "disable_bucketing"),
+    "bucket_group.finish_param_sync": (_ParamAndGradBucketGroup.finish_param_sync, 1, "skip_next_bucket_dispatch"),
+    "bucket_group.start_grad_sync": (_ParamAndGradBucketGroup.start_grad_sync, 1, "force_all_reduce"),
     "DistributedDataParallel.scale_gradients": (DistributedDataParallel.scale_gradients, 2, ""),
     "DistributedDataParallel.zero_grad_buffer": (DistributedDataParallel.zero_grad_buffer, 1, ""),
     "DistributedDataParallel.broadcast_params": (DistributedDataParallel.broadcast_params, 1, ""),
@@ -208,6 +211,7 @@ def test_seams_are_listed():
     text = (Path(__file__).parents[2] / "docs" / "seams.md").read_text()
     ours = (
         "SegmentRouter",
+        "PrefixReuseHandle.step",
         "SegmentCoreAttention",
         "SegmentTransformerLayer",
         "SequenceParallelNorm",
