@@ -29,6 +29,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron.prefixflow.attach_checks import check_chunk, check_wrappers
+from megatron.prefixflow.device import torch_device
 from megatron.prefixflow.groups import Groups, SharedGroups, shared_groups
 from megatron.prefixflow.model import bare_model
 from megatron.prefixflow.overlap import EarlyReduction, reduction_order
@@ -130,16 +131,10 @@ class PrefixReuseHandle:
         self.num_verified = 0
         self.gave_up = False
         self._stage_layers = _stage_layers(self.chunks, groups)
-        self._data_parallel = [
-            wrapper
-            for chunk in _listed(model)
-            for wrapper in _wrappers(chunk)
-            if isinstance(wrapper, DistributedDataParallel)
-        ]
         self.runner = StepRunner(
             self.chunks,
             groups,
-            select_kernel(settings.attention_kernel, next(self.chunks[0].parameters()).device),
+            select_kernel(settings.attention_kernel, torch_device()),
             vocab_size=self.shape.vocab_size,
             memory=self._memory_settings(),
         )
@@ -185,37 +180,40 @@ class PrefixReuseHandle:
         )
 
     @contextlib.contextmanager
-    def step(self, *, training: bool = True, force_all_reduce: bool = False) -> Iterator[None]:
+    def step(self, *, training: bool = True, force_all_reduce: bool = False, model: Any = None) -> Iterator[None]:
         """Around passes of `runner` that make up one step.
 
         Parameters are gathered first, where DDP does that during a forward. In training DDP's own triggers are off meanwhile:
         with overlap_grad_reduce, reductions start during the last backwards, and those that have not by the end start then,
         unless DDP's `no_sync` is active. They are finished by `finalize_model_grads`, as ever.
 
-        Raises ValueError where weights are frozen in training, where the handle is disabled, and where Megatron's own routing
-        replay is active.
+        model: the model in the wrappers that it has now; None takes those that it had when reuse was enabled.
+
+        Raises ValueError where weights are frozen in training, where the handle is disabled, where Megatron's own routing
+        replay is active, and for wrappers that are refused.
         """
         if not self.is_enabled:
             raise ValueError("Prefix reuse was disabled on this model; call enable_prefix_reuse again.")
         self._check_replay()
-        for ddp in self._data_parallel:
+        all_ddp = _data_parallel(self.model if model is None else model)
+        for ddp in all_ddp:
             _finish_parameter_gathers(ddp)
         if not training:
             yield
             return
         self._check_trainable()
-        overlapping = self._overlapping()
+        overlapping = [ddp for ddp in all_ddp if _starts_reductions(ddp)]
         if len(overlapping) == len(self.chunks) and not force_all_reduce:
             self.runner.reduction = EarlyReduction.of(overlapping, self.groups)
-        configs = [ddp.ddp_config for ddp in self._data_parallel]
+        configs = [ddp.ddp_config for ddp in all_ddp]
         try:
-            for ddp, config in zip(self._data_parallel, configs, strict=True):
+            for ddp, config in zip(all_ddp, configs, strict=True):
                 # DDP's backward hooks read this, the buckets keep the configuration they were made with.
                 ddp.ddp_config = dataclasses.replace(config, overlap_grad_reduce=False)
             yield
         finally:
             self.runner.reduction = None
-            for ddp, config in zip(self._data_parallel, configs, strict=True):
+            for ddp, config in zip(all_ddp, configs, strict=True):
                 ddp.ddp_config = config
         for reducible in reduction_order(overlapping):
             if not reducible.has_started:
@@ -244,15 +242,6 @@ class PrefixReuseHandle:
         upstream: Any = type(module)
         self._upstream.append((module, upstream))
         module.__class__ = _attached_class(ours, upstream)
-
-    def _overlapping(self) -> list[Any]:
-        """DDP chunks whose buckets are to be started by this step."""
-        return [
-            ddp
-            for ddp in self._data_parallel
-            if ddp.ddp_config.overlap_grad_reduce
-            and all(b.is_last_microbatch for b in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups))
-        ]
 
     def _check_trainable(self) -> None:
         if not all(p.requires_grad for chunk in self.chunks for p in chunk.parameters()):
@@ -283,7 +272,7 @@ class PrefixReuseHandle:
     def _memory_model(self, context_kv: ContextKV | None) -> MemoryModel:
         chunk, layout = self.chunks[0], self.layout
         config, parameter = chunk.config, next(chunk.parameters())
-        shards = any(ddp.ddp_config.use_distributed_optimizer for ddp in self._data_parallel)
+        shards = any(ddp.ddp_config.use_distributed_optimizer for ddp in _data_parallel(self.model))
         return MemoryModel(
             self.shape,
             element_bytes=parameter.dtype.itemsize,
@@ -398,6 +387,19 @@ def _wrappers(model: Any) -> list[Any]:
         found.append(model)
         model = model.module
     return found
+
+
+def _data_parallel(model: Any) -> list[Any]:
+    """Megatron's DDP wrappers of the chunks; ValueError for others that reduce gradients."""
+    wrappers = [wrapper for chunk in _listed(model) for wrapper in _wrappers(chunk)]
+    check_wrappers(wrappers)
+    return [wrapper for wrapper in wrappers if isinstance(wrapper, DistributedDataParallel)]
+
+
+def _starts_reductions(ddp: Any) -> bool:
+    """True where a backward would start the reduction of a bucket whose gradients are complete."""
+    buckets = (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
+    return ddp.ddp_config.overlap_grad_reduce and all(group.is_last_microbatch for group in buckets)
 
 
 def _refusal(model: Any, chunks: Sequence[Any]) -> str | None:

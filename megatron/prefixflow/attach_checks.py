@@ -33,6 +33,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import Router, TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 try:
@@ -51,7 +52,7 @@ COVERED = _names(
     gradient_accumulation_fusion async_tensor_model_parallel_allreduce calculate_per_token_loss num_layers
     num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split hidden_size num_attention_heads softmax_scale num_query_groups ffn_hidden_size
-    kv_channels fp32_residual_connection apply_residual_connection_post_layernorm layernorm_epsilon
+    kv_channels apply_residual_connection_post_layernorm layernorm_epsilon
     layernorm_zero_centered_gamma add_bias_linear add_qkv_bias gated_linear_unit activation_func glu_linear_offset
     activation_func_clamp_value num_moe_experts rotary_interleaved normalization qk_layernorm
     disable_bf16_reduced_precision_matmul bias_activation_fusion persist_layer_norm memory_efficient_layer_norm
@@ -128,6 +129,7 @@ _TP_OVERLAP = "Transformer Engine's overlap needs microbatches of one length"
 REFUSALS: tuple[_Refusal, ...] = (
     _Refusal("hidden_dropout attention_dropout", "dropout draws differently in a shared and a repeated prefix"),
     _Refusal("fp16 enable_autocast", "precisions are those of the parameters: bfloat16, float32 and float64"),
+    _Refusal("fp32_residual_connection", "hidden states have the precision of the parameters"),
     _Refusal(
         """fp8 fp8_param fp8_dot_product_attention fp8_multi_head_attention fp4 fp4_param use_kitchen use_kitchen_attention
         quant_recipe moe_router_padding_for_quantization moe_router_padding_for_fp8""",
@@ -271,6 +273,8 @@ def check_chunk(chunk: Any) -> None:
         if getattr(type(chunk), name) is not getattr(GPTModel, name):
             raise ValueError(f"{_named(chunk)} has a {name} of its own, and only GPTModel's is known. {_INSTEAD}")
     check_config(chunk.config)
+    if type(chunk.decoder).forward is not TransformerBlock.forward:
+        raise ValueError(f"the decoder is a {_named(chunk.decoder)}, expected Megatron's TransformerBlock. {_INSTEAD}")
     _check_embedding(chunk)
     _check_head(chunk)
     for layer in chunk.decoder.layers:

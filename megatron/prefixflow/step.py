@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.prefixflow.context import kv_traffic, ring_traffic
+from megatron.prefixflow.device import torch_device
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.overlap import EarlyReduction
 from megatron.prefixflow.planning import MemorySettings, fit_step, plan_calls, plan_step
@@ -92,13 +93,12 @@ class StepRunner:
         self.routing_replay = routing_replay
         self.router_totals = RouterTotals()
         parameter = next(self.chunks[0].parameters())
-        self.device = parameter.device
         self.parameter_dtype = parameter.dtype
         self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         self.arena = HostArena()
         self._kv_bytes = DeviceBytes()
         self.caches = tuple(
-            KVCache(self.arena, self._kv_bytes, prefetches=self.device.type == "cuda") for _ in self.chunks
+            KVCache(self.arena, self._kv_bytes, prefetches=torch_device().type == "cuda") for _ in self.chunks
         )
         self.parallel = ContextParallel(groups.context) if groups.context.size() > 1 else None
         self.num_computed_tokens = 0
@@ -107,6 +107,11 @@ class StepRunner:
         self.context_bytes = self.context_bytes_planned = self.peak_shards = 0
         self.observe: Observer | None = None
         self.reduction: EarlyReduction | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights, which a framework may keep on the host between steps."""
+        return next(self.chunks[0].parameters()).device
 
     @property
     def has_head(self) -> bool:

@@ -346,13 +346,14 @@ def overlapped_steps() -> dict[str, Any]:
         bare = stock_model(config_of(calculate_per_token_loss=True))
         config = DistributedDataParallelConfig(overlap_grad_reduce=overlaps, bucket_size=2000)
         ddp = DistributedDataParallel(bare.config, config, bare)
-        handle = enable_prefix_reuse(ddp, prefix_reuse="on", max_tokens_per_microbatch=16)
+        # A framework may wrap the model afterwards.
+        handle = enable_prefix_reuse(bare, prefix_reuse="on", max_tokens_per_microbatch=16)
         plan = plan_step(trajectories, handle.plan_config(16), SFT)
         results = []
         for run in ("early", "at the end", "Megatron's", "Megatron's", "early"):
             ddp.zero_grad_buffer()
             if run != "Megatron's":
-                with handle.step(force_all_reduce=run == "at the end"):
+                with handle.step(force_all_reduce=run == "at the end", model=ddp):
                     handle.runner.forward_backward(plan, trajectories, SFT)
                     found["early"] += sum(g.grad_reduce_handle is not None for g in ddp.bucket_groups)
                 assert all((g.grad_reduce_handle is not None) == overlaps for g in ddp.bucket_groups)
@@ -362,7 +363,7 @@ def overlapped_steps() -> dict[str, Any]:
             results += [p.main_grad.clone() for p in bare.parameters()]
         gradients.append(results)
         found[f"configuration is back, overlap {overlaps}"] = ddp.ddp_config is config
-        with ddp.no_sync(), handle.step():
+        with ddp.no_sync(), handle.step(model=ddp):
             handle.runner.forward_backward(plan, trajectories, SFT)
         found[f"no_sync starts nothing, overlap {overlaps}"] = all(
             g.grad_reduce_handle is None for g in ddp.bucket_groups
