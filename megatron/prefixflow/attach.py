@@ -92,10 +92,10 @@ class ReuseSettings:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(choices)}.")
         for name in ("max_tokens_per_microbatch", "kv_budget_gib", "memory_budget_gib"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}, expected a number above 0, or None.")
-        if self.verify_steps < 0:
-            raise ValueError(f"verify_steps is {self.verify_steps}, expected at least 0.")
+            if value is not None and not (isinstance(value, int | float) and value > 0):
+                raise ValueError(f"{name} is {value!r}, expected a number above 0, or None.")
+        if not isinstance(self.verify_steps, int) or self.verify_steps < 0:
+            raise ValueError(f"verify_steps is {self.verify_steps!r}, expected a whole number of at least 0.")
 
     @classmethod
     def of(cls, **settings: Any) -> ReuseSettings:
@@ -105,7 +105,9 @@ class ReuseSettings:
             near = difflib.get_close_matches(name, names, 1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ValueError(f"There is no setting {name!r}; expected one of {', '.join(names)}.{hint}")
-        return cls(**settings)
+        # YAML reads a bare `on` or `off` as a boolean.
+        reuse = settings.get("prefix_reuse")
+        return cls(**settings | ({"prefix_reuse": "on" if reuse else "off"} if isinstance(reuse, bool) else {}))
 
 
 class PrefixReuseHandle:

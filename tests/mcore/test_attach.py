@@ -322,13 +322,15 @@ def test_stages_refuse_together(worlds: Worlds) -> None:
     [
         ({"prefix_reus": "on"}, "Did you mean prefix_reuse?"),
         ({"prefix_reuse": "always"}, "expected one of auto, on, off"),
-        ({"kv_budget_gib": 0.0}, "expected a number above 0"),
-        ({"verify_steps": -1}, "expected at least 0"),
+        ({"kv_budget_gib": 0.0}, "is 0.0, expected a number above 0"),
+        ({"memory_budget_gib": "80"}, "is '80', expected a number above 0"),
+        ({"verify_steps": -1}, "expected a whole number of at least 0"),
     ],
 )
 def test_refused_settings(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence.replace("?", r"\?")):
         ReuseSettings.of(**settings)
+    assert ReuseSettings.of(prefix_reuse=True).prefix_reuse == "on"
 
 
 # Gradient buffers of somebody else's DDP.
