@@ -161,7 +161,8 @@ def against_reference(kind: dict[str, Any], wrapping: str) -> tuple[float, int, 
 @pytest.mark.parametrize(("kind", "wrapping"), [*zip(KINDS, ["bare", "DDP", "DDP"], strict=True)])
 def test_our_passes_give_the_gradients_of_the_untouched_model(worlds: Worlds, kind: str, wrapping: str) -> None:
     ((error, num_upstream_calls, leaves_a_trace),) = worlds[1].run(against_reference, KINDS[kind], wrapping)
-    assert error < 1e-12
+    # Routers round to float32.
+    assert error < (1e-6 if kind == "experts" else 1e-12)
     assert num_upstream_calls == 0
     assert not leaves_a_trace
 
