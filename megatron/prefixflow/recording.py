@@ -112,7 +112,7 @@ class _StandIn:
         self._recorder = recorder
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # type: ignore[misc]
         # Frameworks unwrap a model by what `isinstance` says of it.
         return type(self._model)
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,6 +198,23 @@ def compare_context_parallel(case: Case) -> dict[str, Any]:
     }
 
 
+class Timers:
+    """As Megatron's: started and stopped by name."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __call__(self, name: str, log_level: int = 0) -> Timers:
+        self._name = name
+        return self
+
+    def start(self, barrier: bool = False) -> None:
+        self.events.append(f"{self._name} starts")
+
+    def stop(self) -> None:
+        self.events.append(f"{self._name} stops")
+
+
 def other_calls() -> dict[str, bool]:
     """What is not a training step that shares something, on one process."""
     framework = Framework(Case(Model(options={"calculate_per_token_loss": True}), loss="pair"))
@@ -209,6 +230,11 @@ def other_calls() -> dict[str, bool]:
         with torch.no_grad():
             got = framework.ours(0, **collected)
         checks["collected"] = largest(got.results, data.results) < 1e-12
+        framework.config.timers = Timers()
+        framework.ours(0)
+        events, framework.config.timers = framework.config.timers.events, None
+        checks["timed"] = [e for e in events if "forward-backward" in e] == [events[0], "forward-backward stops"]
+        checks["losses timed"] = events.count("forward-compute starts") == events.count("forward-compute stops") == 4
     with enable_prefix_reuse(framework.model, prefix_reuse="off") as handle:
         checks["nothing shared: the original"] = is_same(framework.ours(0), trained)
         checks["nothing shared: counted"] = handle.metrics["prefixflow/fallback"] == 1
@@ -348,6 +374,49 @@ def test_steps_can_be_verified(worlds: Worlds, model: Model) -> None:
         assert "linear_fc1" in report["stopped"]
         assert max(report["fell back"]) == 0
         assert report["fallback"] == 1
+
+
+class Sums(Adapter):
+    """Its loss is a sum over samples, so it may be called for each by itself."""
+
+    def __init__(self, in_parts: bool) -> None:
+        self.in_parts = in_parts
+
+    def loss_calls(self, microbatch: list[Sample]) -> list[list[Sample]]:
+        return [[sample] for sample in microbatch] if self.in_parts else [microbatch]
+
+    def loss(self, microbatch: Any, scores: Any, *, non_loss_data: bool = False) -> Any:
+        pairs = zip(microbatch, scores, strict=True)
+        loss = sum((-s.logprobs * torch.from_numpy(m.weights)).sum() for m, s in pairs)
+        return loss, {"lengths": [len(sample.tokens) for sample in microbatch]}
+
+
+def in_parts() -> tuple[float, list[int], list[int]]:
+    """Difference of gradients with and without parts; lengths in the order of the results of both."""
+    framework = Framework(Case(door="adapter"))
+    microbatches = framework.samples(0)
+    with enable_prefix_reuse(framework.model, prefix_reuse="on"):
+        runs = [framework._run(forward_backward, "adapter", microbatches, {"adapter": Sums(p)}) for p in (True, False)]
+    restore()
+    parts, whole = ([n for result in run.results for n in result["lengths"]] for run in runs)
+    assert len(runs[0].results) == 12
+    return difference(runs[0].gradients, runs[1].gradients), parts, whole
+
+
+def test_an_adapter_may_call_its_loss_in_parts(worlds: Worlds) -> None:
+    ((error, parts, whole),) = worlds[1].run(in_parts, timeout_s=120)
+    assert error < 1e-12
+    assert parts == whole
+
+
+def test_the_example_runs() -> None:
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-W", "ignore", str(root / "examples" / "bring_your_own_model.py")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gradient difference" in done.stdout
 
 
 @pytest.mark.parametrize(
