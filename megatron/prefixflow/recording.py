@@ -111,8 +111,8 @@ class _StandIn:
         self._model = model
         self._recorder = recorder
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         # Frameworks unwrap a model by what `isinstance` says of it.
         return type(self._model)
 
