@@ -302,7 +302,7 @@ class _Step:
         before.restore()
         losses = self._run(plan, batch)
         errors = compare_gradients(summed_gradients(handle.chunks, handle.groups), expected)
-        handle.metrics["prefixflow/gradient_error"] = errors.largest
+        handle.metrics["prefixflow/gradient_error"] = errors.judged(self._runner.parameter_dtype)
         # Megatron's own cross entropy is float32, also in a float64 model.
         dtype = self._runner.parameter_dtype
         problem = errors.problem(
