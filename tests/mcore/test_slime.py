@@ -1,0 +1,315 @@
+"""slime's Megatron backend with shared prefixes against the same code without them.
+
+slime needs CUDA and SGLang, so its modules are stood in for by tests/mcore/slime_standin; where slime can be imported, its
+symbols are checked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from prefixflow.plan.layout import ParallelLayout
+from prefixflow.runtime.world import Worlds
+
+STANDIN = "tests.mcore.slime_standin.backends.megatron_utils"
+VOCABULARY = 96
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+# One rank's samples: (group, prompt length, response length). Groups are scattered over the microbatches of two steps.
+SAMPLES = [(0, 40, 7), (1, 33, 12), (0, 40, 1), (1, 33, 9), (0, 40, 5), (2, 21, 6), (0, 40, 0), (2, 21, 3), (1, 33, 4)]
+MICROBATCHES = [[0, 5], [3, 2, 6], [4, 1], [7, 8]]
+NUM_MICROBATCHES = [2, 2]
+GLOBAL_BATCH_SIZES = [5, 4]
+
+
+def slime_args(**given: Any) -> Namespace:
+    args = Namespace(
+        loss_type="policy_loss",
+        advantage_estimator="grpo",
+        calculate_per_token_loss=False,
+        recompute_loss_function=False,
+        use_rollout_entropy=True,
+        rollout_temperature=0.7,
+        eps_clip=0.2,
+        eps_clip_high=0.28,
+        entropy_coef=0.01,
+        use_kl_loss=True,
+        kl_loss_coef=0.05,
+        log_probs_chunk_size=-1,
+        data_pad_size_multiplier=16,
+        allgather_cp=False,
+        seq_length=64,
+        decoder_seq_length=None,
+        micro_batch_size=1,
+    )
+    return Namespace(**{**vars(args), **given})
+
+
+def rollout_of(rank: int) -> dict[str, Any]:
+    """Samples of a data-parallel rank; masks have holes, one masks everything."""
+    rng = np.random.default_rng(7 + rank)
+    prompts = {group: rng.integers(1, VOCABULARY, length) for group, length, _ in SAMPLES}
+    data: dict[str, Any] = {name: [] for name in ("tokens", "loss_masks", "advantages", "rollout_mask_sums")}
+    for number, (group, _, length) in enumerate(SAMPLES):
+        tokens = np.concatenate([prompts[group], rng.integers(1, VOCABULARY, length)])
+        mask = torch.tensor(rng.random(length) < 0.8).int() * (number != 4)
+        data["tokens"].append(torch.tensor(tokens))
+        data["loss_masks"].append(mask)
+        data["advantages"].append(torch.full((length,), float(rng.normal())))
+        data["rollout_mask_sums"].append(torch.clamp_min(mask.sum(), 1))
+    data["total_lengths"] = [prompt + length for _, prompt, length in SAMPLES]
+    data["response_lengths"] = [length for _, _, length in SAMPLES]
+    return data
+
+
+class PackedAttention(torch.nn.Module):
+    """Core attention over packed rows: Megatron's own without Transformer Engine refuses them."""
+
+    def __init__(self, config: Any, layer_number: int, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_number = layer_number
+        self.scale = 1 / math.sqrt(config.kv_channels)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any, **__: Any) -> Tensor:
+        """query [T, n, d], key and value [T, n_kv, d] -> [T, n, d]."""
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        rows = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+        return torch.cat([self._attend(*(x.transpose(0, 1) for x in row)).transpose(0, 1) for row in rows])
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.scale, enable_gqa=True
+        )
+
+
+def build_model(layout: ParallelLayout, dtype: torch.dtype, args: Namespace) -> list[Any]:
+    """A model as slime's own provider would build it: Megatron's specs, Megatron's DDP."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron.prefixflow.attach_checks import accept_core_attention
+    from megatron.prefixflow.session import start_session
+
+    accept_core_attention(PackedAttention)
+    start_session(layout, seed=11)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_attention_heads=4,
+        num_query_groups=2,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, without experts too
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        calculate_per_token_loss=args.calculate_per_token_loss,
+        finalize_model_grads_func=finalize_model_grads,
+    )
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    ).to(dtype)
+    return [DistributedDataParallel(config, DistributedDataParallelConfig(), model)]
+
+
+class KeptGradients:
+    """An optimizer that takes a plain step and keeps what it was given."""
+
+    def __init__(self, model: list[Any]) -> None:
+        self._parameters = dict(model[0].named_parameters())
+        self.steps: list[dict[str, Tensor]] = []
+
+    def zero_grad(self) -> None:
+        pass
+
+    def step(self) -> tuple[bool, float, None]:
+        self.steps.append({name: p.main_grad.clone() for name, p in self._parameters.items()})
+        with torch.no_grad():
+            for parameter in self._parameters.values():
+                parameter -= 0.1 * parameter.main_grad
+        return True, 0.0, None
+
+
+def train(model: list[Any], args: Namespace) -> dict[str, Any]:
+    """slime's course of a rollout: log-probabilities, two updates, log-probabilities again."""
+    from megatron.core import parallel_state
+
+    data_module, loss_module, model_module = (importlib.import_module(f"{STANDIN}.{n}") for n in ("data", "loss", "model"))
+    rollout = rollout_of(parallel_state.get_data_parallel_rank())
+    iterators = [data_module.DataIterator(rollout, MICROBATCHES)]
+
+    def score(prefix: str) -> dict[str, list[Tensor]]:
+        function = loss_module.get_log_probs_and_entropy
+        return model_module.forward_only(function, args, model, iterators, NUM_MICROBATCHES, store_prefix=prefix)
+
+    passes = [score("")]
+    if passes[0]:  # an old and a reference policy that are not the present one
+        rng = torch.Generator().manual_seed(3)
+        for name, size in (("log_probs", 0.3), ("ref_log_probs", 0.5)):
+            rollout[name] = [x + size * torch.randn(x.shape, generator=rng) for x in passes[0]["log_probs"]]
+    optimizer = KeptGradients(model)
+    for iterator in iterators:
+        iterator.reset()
+    losses = []
+    for step, (number, size) in enumerate(zip(NUM_MICROBATCHES, GLOBAL_BATCH_SIZES, strict=True)):
+        size *= parallel_state.get_data_parallel_world_size()
+        loss, _ = model_module.train_one_step(args, 0, step, iterators, model, optimizer, None, number, size)
+        losses.append(loss)
+    passes.append(score("new_"))
+    return {"passes": passes, "losses": losses, "gradients": optimizer.steps}
+
+
+def compare(layout: ParallelLayout, dtype: torch.dtype, args: Namespace) -> dict[str, Any]:
+    """Largest errors of PrefixFlow's run against slime's own, on this rank, and what it reports of itself."""
+    from megatron.prefixflow.integrations import slime
+
+    model = build_model(layout, dtype, args)
+    weights = {name: p.detach().clone() for name, p in model[0].named_parameters()}
+
+    def restart() -> None:
+        with torch.no_grad():
+            for name, parameter in model[0].named_parameters():
+                parameter.copy_(weights[name])
+
+    dense = train(model, args)
+    restart()
+    with slime.install(args, package=STANDIN, prefix_reuse="on", require_sharing=True):
+        ours = train(model, args)
+    restart()
+    after = train(model, args)
+    metrics = [{name: x for name, x in loss.items() if name.startswith("prefixflow/")} for loss in ours["losses"]]
+    for loss, own in zip(ours["losses"], metrics, strict=True):
+        for name in own:
+            del loss[name]
+    return {
+        "scores": max(_errors(ours["passes"], dense["passes"])),
+        "losses": max(_errors(ours["losses"], dense["losses"])),
+        "gradients": max(_errors(ours["gradients"], dense["gradients"])),
+        "after": max(_errors(after, dense)),
+        "metrics": metrics,
+    }
+
+
+def _errors(got: Any, expected: Any) -> Iterator[float]:
+    """Relative errors of all tensors and numbers in two structures that are alike."""
+    if isinstance(expected, Tensor):
+        assert got.shape == expected.shape
+        yield float((got - expected).double().norm() / expected.double().norm().clamp(min=1e-12))
+    elif isinstance(expected, dict):
+        assert got.keys() == expected.keys()
+        for name in expected:
+            yield from _errors(got[name], expected[name])
+    elif isinstance(expected, list):
+        for one, other in zip(got, expected, strict=True):
+            yield from _errors(one, other)
+    else:
+        yield abs(got - expected) / max(abs(expected), 1e-12)
+    yield 0.0
+
+
+ONE = ParallelLayout()
+CASES = {
+    "grpo": (ONE, torch.float64, {}),
+    "gspo, mean of tokens, loss recomputed": (
+        ONE,
+        torch.float64,
+        {"advantage_estimator": "gspo", "calculate_per_token_loss": True, "recompute_loss_function": True},
+    ),
+    "sft": (ONE, torch.float32, {"loss_type": "sft_loss", "rollout_temperature": 1.0}),
+    "tp 2": (ParallelLayout(tp=2), torch.float64, {}),
+    "pp 2": (ParallelLayout(pp=2), torch.float64, {}),
+    "dp 2": (ParallelLayout(dp=2), torch.float64, {"use_rollout_entropy": False}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_losses_gradients_and_scores(worlds: Worlds, name: str) -> None:
+    layout, dtype, options = CASES[name]
+    results = worlds[layout.world_size].run(compare, layout, dtype, slime_args(**options))
+    for result in results:
+        assert {key: result[key] for key in ("scores", "losses", "gradients")} == pytest.approx(
+            dict.fromkeys(("scores", "losses", "gradients"), 0.0), abs=TOLERANCE[dtype]
+        )
+        assert result["after"] == 0.0, "slime without PrefixFlow again"
+    for metrics in results[-1]["metrics"]:
+        assert metrics["prefixflow/fallback"] == 0
+    assert results[-1]["metrics"][0]["prefixflow/shared_tokens_ratio"] > 0.3
+
+
+REFUSED = {
+    "custom_loss": {"loss_type": "custom_loss"},
+    "score-centering": {"use_score_centering": True},
+    "rollout-top-p": {"rollout_top_p": 0.9},
+    "mtp": {"enable_mtp_training": True},
+    "qkv-format": {"qkv_format": "bshd"},
+    "use-routing-replay": {"use_routing_replay": True},
+    "use-rollout-routing-replay": {"use_rollout_routing_replay": True},
+    "context-parallel-size": {"context_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_are_not_covered_are_refused_by_name(name: str) -> None:
+    from megatron.prefixflow.integrations import slime
+
+    with pytest.raises(ValueError, match=name):
+        slime.install(slime_args(**REFUSED[name]), package=STANDIN)
+    with slime.install(slime_args(), package=STANDIN), pytest.raises(ValueError, match="already"):
+        slime.install(package=STANDIN)
+
+
+def test_the_standin_is_like_slime_and_a_moved_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.prefixflow.integrations import slime
+
+    loss = importlib.import_module(f"{STANDIN}.loss")
+    model = importlib.import_module(f"{STANDIN}.model")
+    assert slime.moved_symbols(STANDIN) == []
+    monkeypatch.setattr(loss, "loss_function", lambda args, num_microbatches, batch, logits: None)
+    monkeypatch.setattr(model, "forward_only", lambda f, args, model, data_iterator: None)
+    monkeypatch.delattr(loss, "calculate_log_probs_and_entropy")
+    first, second, third = slime.moved_symbols(STANDIN)
+    assert "forward_only does not call get_forward_backward_func" in first
+    assert "calculate_log_probs_and_entropy is missing" in second
+    assert "loss_function takes (args, num_microbatches, batch, logits)" in third
+    with pytest.raises(ValueError, match="loss_function takes"):
+        slime.install(package=STANDIN)
+
+
+def test_slime_itself_where_it_is_installed() -> None:
+    pytest.importorskip("slime.backends.megatron_utils.model", exc_type=ImportError)
+    from megatron.prefixflow.integrations import slime
+
+    assert slime.moved_symbols() == []
