@@ -6,11 +6,13 @@ symbols are checked.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -54,17 +56,16 @@ def slime_args(**given: Any) -> Namespace:
     return Namespace(**{**vars(args), **given})
 
 
-def rollout_of(rank: int) -> dict[str, Any]:
-    """Samples of a data-parallel rank; masks have holes, one masks everything."""
+def rollout_of(rank: int, *, shares: bool = True) -> dict[str, Any]:
+    """Samples of a data-parallel rank; masks have holes, one masks everything. Without `shares`, every prompt is another."""
     rng = np.random.default_rng(7 + rank)
     prompts = {group: rng.integers(1, VOCABULARY, length) for group, length, _ in SAMPLES}
-    data: dict[str, Any] = {name: [] for name in ("tokens", "loss_masks", "advantages", "rollout_mask_sums")}
-    for number, (group, _, length) in enumerate(SAMPLES):
-        tokens = np.concatenate([prompts[group], rng.integers(1, VOCABULARY, length)])
-        mask = torch.tensor(rng.random(length) < 0.8).int() * (number != 4)
-        data["tokens"].append(torch.tensor(tokens))
+    data: dict[str, Any] = {"tokens": [], "loss_masks": [], "rollout_mask_sums": []}
+    for number, (group, length, response) in enumerate(SAMPLES):
+        prompt = prompts[group] if shares else rng.integers(1, VOCABULARY, length)
+        mask = torch.tensor(rng.random(response) < 0.8).int() * (number != 4)
+        data["tokens"].append(torch.tensor(np.concatenate([prompt, rng.integers(1, VOCABULARY, response)])))
         data["loss_masks"].append(mask)
-        data["advantages"].append(torch.full((length,), float(rng.normal())))
         data["rollout_mask_sums"].append(torch.clamp_min(mask.sum(), 1))
     data["total_lengths"] = [prompt + length for _, prompt, length in SAMPLES]
     data["response_lengths"] = [length for _, _, length in SAMPLES]
@@ -94,11 +95,10 @@ class PackedAttention(torch.nn.Module):
 
 def build_model(layout: ParallelLayout, dtype: torch.dtype, args: Namespace) -> list[Any]:
     """A model as slime's own provider would build it: Megatron's specs, Megatron's DDP."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron.prefixflow.attach_checks import accept_core_attention
@@ -107,7 +107,7 @@ def build_model(layout: ParallelLayout, dtype: torch.dtype, args: Namespace) -> 
     accept_core_attention(PackedAttention)
     start_session(layout, seed=11)
     config = TransformerConfig(
-        num_layers=2,
+        num_layers=2 * layout.vpp,
         hidden_size=32,
         ffn_hidden_size=48,
         num_attention_heads=4,
@@ -124,32 +124,46 @@ def build_model(layout: ParallelLayout, dtype: torch.dtype, args: Namespace) -> 
         params_dtype=dtype,
         pipeline_dtype=dtype,
         variable_seq_lengths=True,
+        overlap_p2p_comm=layout.vpp > 1,  # as Megatron-LM's arguments have it
+        batch_p2p_comm=layout.vpp == 1,
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, without experts too
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         calculate_per_token_loss=args.calculate_per_token_loss,
         finalize_model_grads_func=finalize_model_grads,
     )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=VOCABULARY,
-        max_sequence_length=64,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    ).to(dtype)
-    return [DistributedDataParallel(config, DistributedDataParallelConfig(), model)]
+    last = layout.pp * layout.vpp - 1
+    chunks = []
+    for number in range(layout.vpp):
+        stage = number * layout.pp + parallel_state.get_pipeline_model_parallel_rank()
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=VOCABULARY,
+            max_sequence_length=64,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+            pre_process=stage == 0,
+            post_process=stage == last,
+            vp_stage=number if layout.vpp > 1 else None,
+        ).to(dtype)
+        chunks.append(DistributedDataParallel(config, DistributedDataParallelConfig(), chunk))
+    return chunks
+
+
+def parameters_of(model: list[Any]) -> dict[str, Any]:
+    return {f"{number}.{name}": p for number, chunk in enumerate(model) for name, p in chunk.named_parameters()}
 
 
 class KeptGradients:
     """An optimizer that takes a plain step and keeps what it was given."""
 
     def __init__(self, model: list[Any]) -> None:
-        self._parameters = dict(model[0].named_parameters())
+        self._parameters = parameters_of(model)
         self.steps: list[dict[str, Tensor]] = []
 
     def zero_grad(self) -> None:
@@ -163,64 +177,98 @@ class KeptGradients:
         return True, 0.0, None
 
 
-def train(model: list[Any], args: Namespace) -> dict[str, Any]:
+def train(model: list[Any], args: Namespace, rollout: dict[str, Any]) -> dict[str, Any]:
     """slime's course of a rollout: log-probabilities, two updates, log-probabilities again."""
     from megatron.core import parallel_state
 
-    data_module, loss_module, model_module = (importlib.import_module(f"{STANDIN}.{n}") for n in ("data", "loss", "model"))
-    rollout = rollout_of(parallel_state.get_data_parallel_rank())
-    iterators = [data_module.DataIterator(rollout, MICROBATCHES)]
-
-    def score(prefix: str) -> dict[str, list[Tensor]]:
-        function = loss_module.get_log_probs_and_entropy
-        return model_module.forward_only(function, args, model, iterators, NUM_MICROBATCHES, store_prefix=prefix)
-
-    passes = [score("")]
-    if passes[0]:  # an old and a reference policy that are not the present one
-        rng = torch.Generator().manual_seed(3)
-        for name, size in (("log_probs", 0.3), ("ref_log_probs", 0.5)):
-            rollout[name] = [x + size * torch.randn(x.shape, generator=rng) for x in passes[0]["log_probs"]]
+    data, loss, slime, cp_utils = (
+        importlib.import_module(f"{STANDIN}.{name}") for name in ("data", "loss", "model", "cp_utils")
+    )
+    iterators = [data.DataIterator(rollout, MICROBATCHES) for _ in model]
+    score = functools.partial(
+        slime.forward_only, loss.get_log_probs_and_entropy, args, model, iterators, NUM_MICROBATCHES
+    )
+    passes = [score()]
+    if passes[0]:
+        _add_policies(rollout, passes[0]["log_probs"], cp_utils.slice_log_prob_with_cp)
     optimizer = KeptGradients(model)
     for iterator in iterators:
         iterator.reset()
     losses = []
     for step, (number, size) in enumerate(zip(NUM_MICROBATCHES, GLOBAL_BATCH_SIZES, strict=True)):
         size *= parallel_state.get_data_parallel_world_size()
-        loss, _ = model_module.train_one_step(args, 0, step, iterators, model, optimizer, None, number, size)
-        losses.append(loss)
-    passes.append(score("new_"))
+        losses.append(slime.train_one_step(args, 0, step, iterators, model, optimizer, None, number, size)[0])
+    passes.append(score(store_prefix="new_"))
     return {"passes": passes, "losses": losses, "gradients": optimizer.steps}
 
 
-def compare(layout: ParallelLayout, dtype: torch.dtype, args: Namespace) -> dict[str, Any]:
+def _add_policies(rollout: dict[str, Any], logprobs: list[Tensor], cut: Callable[..., Tensor]) -> None:
+    """Advantages, and an old and a reference policy that are not the present one."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = list(zip(rollout["total_lengths"], rollout["response_lengths"], strict=True))
+    for name, size in (("log_probs", 0.3), ("ref_log_probs", 0.5)):
+        noise = [cut(size * torch.randn(response, generator=generator), total, response) for total, response in lengths]
+        rollout[name] = [x + n for x, n in zip(logprobs, noise, strict=True)]
+    values = torch.randn(len(logprobs), generator=generator).tolist()
+    rollout["advantages"] = [torch.full_like(x, value) for x, value in zip(logprobs, values, strict=True)]
+
+
+def compare(
+    layout: ParallelLayout, dtype: torch.dtype, args: Namespace, shares: bool, settings: dict[str, Any]
+) -> dict[str, Any]:
     """Largest errors of PrefixFlow's run against slime's own, on this rank, and what it reports of itself."""
+    from megatron.core import parallel_state
+
     from megatron.prefixflow.integrations import slime
 
     model = build_model(layout, dtype, args)
-    weights = {name: p.detach().clone() for name, p in model[0].named_parameters()}
+    weights = _weights(model)
 
-    def restart() -> None:
-        with torch.no_grad():
-            for name, parameter in model[0].named_parameters():
-                parameter.copy_(weights[name])
+    def run() -> dict[str, Any]:
+        _restore(model, weights)
+        return train(model, args, rollout_of(parallel_state.get_data_parallel_rank(), shares=shares))
 
-    dense = train(model, args)
-    restart()
+    dense = run()
+    with slime.install(args, package=STANDIN, **settings):
+        ours = run()
+    after = run()
+    metrics = _taken_out(ours["losses"])
+    return {**_compared(ours, dense), "after": max(_errors(after, dense)), "metrics": metrics}
+
+
+def compare_context(args: Namespace) -> dict[str, Any]:
+    """Two context-parallel ranks against two data-parallel ranks with the same samples; losses and gradients."""
+    from megatron.prefixflow.integrations import slime
+
+    model = build_model(ParallelLayout(dp=2), torch.float64, args)
+    weights = _weights(model)
+    dense = train(model, args, rollout_of(0))
+    model = build_model(ParallelLayout(cp=2), torch.float64, args)
+    _restore(model, weights)
     with slime.install(args, package=STANDIN, prefix_reuse="on", require_sharing=True):
-        ours = train(model, args)
-    restart()
-    after = train(model, args)
-    metrics = [{name: x for name, x in loss.items() if name.startswith("prefixflow/")} for loss in ours["losses"]]
-    for loss, own in zip(ours["losses"], metrics, strict=True):
-        for name in own:
-            del loss[name]
-    return {
-        "scores": max(_errors(ours["passes"], dense["passes"])),
-        "losses": max(_errors(ours["losses"], dense["losses"])),
-        "gradients": max(_errors(ours["gradients"], dense["gradients"])),
-        "after": max(_errors(after, dense)),
-        "metrics": metrics,
-    }
+        ours = train(model, args, rollout_of(0))
+    metrics = _taken_out(ours["losses"])
+    ours["passes"] = dense["passes"] = []
+    return {**_compared(ours, dense), "after": 0.0, "metrics": metrics}
+
+
+def _weights(model: list[Any]) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in parameters_of(model).items()}
+
+
+def _restore(model: list[Any], weights: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters_of(model).items():
+            parameter.copy_(weights[name])
+
+
+def _taken_out(losses: list[dict[str, float]]) -> list[dict[str, float]]:
+    """PrefixFlow's counters of each step, no longer in its losses."""
+    return [{name: loss.pop(name) for name in list(loss) if name.startswith("prefixflow/")} for loss in losses]
+
+
+def _compared(ours: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    return {name: max(_errors(ours[name], expected[name])) for name in expected}
 
 
 def _errors(got: Any, expected: Any) -> Iterator[float]:
@@ -241,7 +289,7 @@ def _errors(got: Any, expected: Any) -> Iterator[float]:
 
 
 ONE = ParallelLayout()
-CASES = {
+CASES: dict[str, tuple[ParallelLayout, torch.dtype, dict[str, Any]]] = {
     "grpo": (ONE, torch.float64, {}),
     "gspo, mean of tokens, loss recomputed": (
         ONE,
@@ -251,6 +299,7 @@ CASES = {
     "sft": (ONE, torch.float32, {"loss_type": "sft_loss", "rollout_temperature": 1.0}),
     "tp 2": (ParallelLayout(tp=2), torch.float64, {}),
     "pp 2": (ParallelLayout(pp=2), torch.float64, {}),
+    "pp 2, two chunks": (ParallelLayout(pp=2, vpp=2), torch.float64, {}),
     "dp 2": (ParallelLayout(dp=2), torch.float64, {"use_rollout_entropy": False}),
 }
 
@@ -258,18 +307,34 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_losses_gradients_and_scores(worlds: Worlds, name: str) -> None:
     layout, dtype, options = CASES[name]
-    results = worlds[layout.world_size].run(compare, layout, dtype, slime_args(**options))
+    settings = {"prefix_reuse": "on", "require_sharing": True}
+    results = worlds[layout.world_size].run(compare, layout, dtype, slime_args(**options), True, settings)
+    check(results, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_context_parallel_ranks_have_parts_of_a_loss(worlds: Worlds, per_token: bool) -> None:
+    check(worlds[2].run(compare_context, slime_args(calculate_per_token_loss=per_token)), 1e-9)
+
+
+def check(results: list[dict[str, Any]], tolerance: float) -> None:
     for result in results:
-        assert {key: result[key] for key in ("scores", "losses", "gradients")} == pytest.approx(
-            dict.fromkeys(("scores", "losses", "gradients"), 0.0), abs=TOLERANCE[dtype]
+        assert {name: result[name] for name in ("passes", "losses", "gradients")} == pytest.approx(
+            dict.fromkeys(("passes", "losses", "gradients"), 0.0), abs=tolerance
         )
         assert result["after"] == 0.0, "slime without PrefixFlow again"
     for metrics in results[-1]["metrics"]:
         assert metrics["prefixflow/fallback"] == 0
-    assert results[-1]["metrics"][0]["prefixflow/shared_tokens_ratio"] > 0.3
+        assert metrics["prefixflow/shared_tokens_ratio"] > 0.2
 
 
-REFUSED = {
+def test_with_nothing_to_share_slime_runs_itself(worlds: Worlds) -> None:
+    (result,) = worlds[1].run(compare, ONE, torch.float32, slime_args(), False, {})
+    assert [metrics["prefixflow/fallback"] for metrics in result["metrics"]] == [1, 1]
+    assert [result[name] for name in ("passes", "losses", "gradients", "after")] == [0.0] * 4
+
+
+REFUSED: dict[str, dict[str, Any]] = {
     "custom_loss": {"loss_type": "custom_loss"},
     "score-centering": {"use_score_centering": True},
     "rollout-top-p": {"rollout_top_p": 0.9},
@@ -277,7 +342,7 @@ REFUSED = {
     "qkv-format": {"qkv_format": "bshd"},
     "use-routing-replay": {"use_routing_replay": True},
     "use-rollout-routing-replay": {"use_rollout_routing_replay": True},
-    "context-parallel-size": {"context_parallel_size": 2},
+    "allgather-cp": {"allgather_cp": True},
 }
 
 
@@ -289,6 +354,50 @@ def test_options_that_are_not_covered_are_refused_by_name(name: str) -> None:
         slime.install(slime_args(**REFUSED[name]), package=STANDIN)
     with slime.install(slime_args(), package=STANDIN), pytest.raises(ValueError, match="already"):
         slime.install(package=STANDIN)
+
+
+def refusals() -> dict[str, str]:
+    """What a step says of models, samples and losses that are not covered."""
+    from megatron.prefixflow.integrations import slime
+
+    data, loss, module = (importlib.import_module(f"{STANDIN}.{name}") for name in ("data", "loss", "model"))
+    model = build_model(ONE, torch.float32, slime_args())
+    said = {}
+
+    def score(name: str, function: Callable[..., Any] = loss.get_log_probs_and_entropy, **fields: Any) -> None:
+        iterators = [data.DataIterator({**rollout_of(0), **fields}, MICROBATCHES)]
+        try:
+            module.forward_only(function, slime_args(), model, iterators, NUM_MICROBATCHES)
+        except (ValueError, RuntimeError) as error:
+            said[name] = str(error)
+
+    with slime.install(package=STANDIN, prefix_reuse="on"):
+        score("values", loss.get_values)
+        score("images", multimodal_train_inputs=[{"pixels": torch.zeros(1)}] * len(SAMPLES))
+        score("no prompt", response_lengths=rollout_of(0)["total_lengths"])
+        model[0].role = "critic"
+        score("critic")
+    with slime.install(package=STANDIN, prefix_reuse="on", critic="original"):
+        score("critic left to slime")
+        model[0].role = "actor"
+        with mock.patch.object(loss, "calculate_log_probs_and_entropy", _not_asking):
+            score("moved")
+        score("actor")
+    return said
+
+
+def _not_asking(logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return logits[:, :1], logits[:, 0]
+
+
+def test_models_and_losses_that_are_not_covered_are_refused_at_the_step(worlds: Worlds) -> None:
+    (said,) = worlds[1].run(refusals)
+    assert said.keys() == {"values", "images", "no prompt", "critic", "moved"}
+    assert "computed by get_values" in said["values"]
+    assert "a model that is given pixels" in said["images"]
+    assert "a prompt of at least one token" in said["no prompt"]
+    assert "a critic" in said["critic"]
+    assert "took PrefixFlow's scores for logits" in said["moved"]
 
 
 def test_the_standin_is_like_slime_and_a_moved_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 from torch.nn import functional
 
@@ -61,6 +62,7 @@ SEAMS = (
         "calculate_log_probs_and_entropy",
     ),
     Seam("loss", "loss_function", ("args", "batch", "num_microbatches", "logits")),
+    Seam("cp_utils", "slice_with_cp", ("tokens", "pad_value")),
 )
 
 # What slime's forward step gives the model; anything else is a kind of model or training that is not planned for.
@@ -98,11 +100,14 @@ class Microbatch:
 class SlimeAdapter:
     """slime's microbatches for `forward_backward` (`megatron.prefixflow.adapter.MicrobatchAdapter`).
 
-    num_handed_over: how often slime's code was handed scores so far.
+    cut: slime's `slice_with_cp`. num_handed_over: how often slime's code was handed scores so far.
     """
 
-    def __init__(self, needs_entropy: bool, num_handed_over: Callable[[], int]) -> None:
+    def __init__(
+        self, needs_entropy: bool, cut: Callable[[Tensor, float], Tensor], num_handed_over: Callable[[], int]
+    ) -> None:
         self.needs_entropy = needs_entropy
+        self._cut = cut
         self._num_handed_over = num_handed_over
 
     def sequences(self, microbatch: Microbatch) -> list[SequenceInput]:
@@ -112,8 +117,8 @@ class SlimeAdapter:
 
     def loss(self, microbatch: Microbatch, scores: Sequence[SequenceScores], *, non_loss_data: bool = False) -> Any:
         before = self._num_handed_over()
-        options = {"non_loss_data": True} if non_loss_data else {}
-        result = microbatch.loss(packed_scores(scores, microbatch.num_rows, microbatch.temperature), **options)
+        logits = packed_scores(scores, microbatch.num_rows, microbatch.temperature, self._cut)
+        result = microbatch.loss(logits, non_loss_data=True) if non_loss_data else microbatch.loss(logits)
         if self._num_handed_over() == before:
             raise RuntimeError(
                 f"slime's {_name(microbatch.loss)} did not call calculate_log_probs_and_entropy of its loss module, so it "
@@ -132,19 +137,45 @@ def _sequence(tokens: Tensor, total_length: int, response_length: int, temperatu
     return SequenceInput(tokens=tokens.cpu().numpy(), scored=scored, temperature=temperature)
 
 
-def packed_scores(scores: Sequence[SequenceScores], num_rows: int, temperature: float) -> Tensor:
+def packed_scores(
+    scores: Sequence[SequenceScores], num_rows: int, temperature: float, cut: Callable[[Tensor, float], Tensor]
+) -> Tensor:
     """[1, num_rows, 2] in place of logits: log-probability and entropy of the token after each row, times the temperature.
 
-    slime divides logits by the temperature before it reads them. Rows without a scored token after them are 0.
+    slime divides logits by the temperature before it reads them. Rows without a scored token after them are 0. Under context
+    parallelism they are this rank's rows, `cut(rows [n, 2], pad value)` of each sample.
     """
     columns = [
         torch.stack((s.logprobs, torch.zeros_like(s.logprobs) if s.entropy is None else s.entropy), dim=-1)
         for s in scores
     ]
-    # Logits of a row speak of the next token. Entry 0 of a sequence is 0, so nothing moves across a border.
-    following = torch.cat(columns)[1:]
-    padded = functional.pad(following, (0, 0, 0, num_rows - len(following)))
-    return (temperature * padded.to(torch.promote_types(padded.dtype, torch.float32))).unsqueeze(0)
+    packed = torch.cat(columns)
+    packed = temperature * packed.to(torch.promote_types(packed.dtype, torch.float32))
+    group = parallel_state.get_context_parallel_group()
+    if group.size() > 1:
+        packed = _PartsOfLoss.apply(packed, group)
+    samples = packed.split([len(column) for column in columns])
+    rows = torch.cat([cut(functional.pad(sample[1:], (0, 0, 0, 1)), 0.0) for sample in samples])
+    return functional.pad(rows, (0, 0, 0, num_rows - len(rows))).unsqueeze(0)
+
+
+class _PartsOfLoss(torch.autograd.Function):
+    """Scores whose loss is the sum of what context-parallel ranks make of their own rows.
+
+    `forward_backward` takes every rank's loss for a whole one and multiplies its gradient by their number, as Megatron would
+    count it: so the gradient is the sum over the ranks, by their number.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.contiguous().clone()
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total / ctx.group.size(), None
 
 
 def refused_options(args: Any) -> list[str]:
@@ -161,7 +192,7 @@ def refused_options(args: Any) -> list[str]:
         "--qkv-format other than thd": given("qkv_format", "thd") != "thd",
         "--use-routing-replay": given("use_routing_replay"),
         "--use-rollout-routing-replay": given("use_rollout_routing_replay"),
-        "--context-parallel-size above 1 (slime cuts samples over those ranks)": given("context_parallel_size", 1) > 1,
+        "--allgather-cp": given("allgather_cp"),
     }
     return [option for option, applies in refused.items() if applies]
 
@@ -245,7 +276,8 @@ class Installation:
         self._originals: list[tuple[ModuleType, str, Any]] = []
         self._num_handed_over = 0
         self._num_runs = 0
-        model, loss = (importlib.import_module(f"{package}.{name}") for name in ("model", "loss"))
+        model, loss, cp_utils = (importlib.import_module(f"{package}.{name}") for name in ("model", "loss", "cp_utils"))
+        self._cut = cp_utils.slice_with_cp
         self._replace(model, "get_forward_backward_func", self._choosing)
         self._replace(model, "train_one_step", self._reporting)
         self._replace(loss, "calculate_log_probs_and_entropy", self._handing_over)
@@ -312,7 +344,7 @@ class Installation:
             data_iterator=[iter(microbatches) for _ in iterators],
             model=model,
             num_microbatches=num_microbatches,
-            adapter=SlimeAdapter(microbatches[0].reads_entropy, lambda: self._num_handed_over),
+            adapter=SlimeAdapter(microbatches[0].reads_entropy, self._cut, lambda: self._num_handed_over),
             **options,
         )
 

@@ -1,4 +1,4 @@
-"""Stand-in for slime's loss module, written for these tests from its documented behaviour (no context parallelism)."""
+"""Stand-in for slime's loss module, written for these tests from its documented behaviour."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from tests.mcore.slime_standin.backends.megatron_utils.cp_utils import (
+    local_positions,
+    local_responses,
+    slice_log_prob_with_cp,
+)
 
 
 def calculate_log_probs_and_entropy(
@@ -40,11 +47,12 @@ def get_log_probs_and_entropy(
     non_loss_data: bool = True,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Per sample what the rows before its response tokens say of them."""
-    assert logits.dim() == 3 and logits.size(0) == 1 and logits.dtype in (torch.float32, torch.float64)
+    assert logits.dim() == 3
+    assert logits.size(0) == 1
+    assert logits.dtype in (torch.float32, torch.float64)
     logits = logits[0] / args.rollout_temperature
-    tokens = torch.zeros(len(logits), dtype=torch.long)
-    packed = torch.cat(unconcat_tokens)[1:]
-    tokens[: len(packed)] = packed
+    following = torch.cat([_following(sample) for sample in unconcat_tokens])
+    tokens = functional.pad(following, (0, len(logits) - len(following)))
     logprobs, entropy = calculate_log_probs_and_entropy(
         logits,
         tokens,
@@ -54,14 +62,22 @@ def get_log_probs_and_entropy(
         chunk_size=args.log_probs_chunk_size,
     )
     result = {"log_probs": responses_of(logprobs.squeeze(-1), total_lengths, response_lengths)}
-    if with_entropy:
+    if entropy is not None:
         result["entropy"] = responses_of(entropy, total_lengths, response_lengths)
     return torch.empty(0), result
 
 
-def responses_of(rows: Tensor, total_lengths: list[int], response_lengths: list[int]) -> list[Tensor]:
-    ends = torch.tensor(total_lengths).cumsum(0).tolist()
-    return [rows[end - length - 1 : end - 1] for end, length in zip(ends, response_lengths, strict=True)]
+def _following(tokens: Tensor) -> Tensor:
+    """The token after each of this rank's rows; after the last one, anything."""
+    return tokens[(local_positions(len(tokens)) + 1).clamp(max=len(tokens) - 1)]
+
+
+def responses_of(packed: Tensor, total_lengths: list[int], response_lengths: list[int]) -> list[Tensor]:
+    parts, start = [], 0
+    for total, length in zip(total_lengths, response_lengths, strict=True):
+        parts.append(packed[start + local_responses(total, length)[0]])
+        start += len(local_positions(total))
+    return parts
 
 
 def get_values(logits: Tensor, *, args: Any, **_: Any) -> tuple[Tensor, dict[str, list[Tensor]]]:
@@ -69,10 +85,18 @@ def get_values(logits: Tensor, *, args: Any, **_: Any) -> tuple[Tensor, dict[str
 
 
 def get_sum_of_sample_mean(
-    response_lengths: list[int], loss_masks: list[Tensor], denominators: list[Tensor] | None, per_token: bool
+    total_lengths: list[int],
+    response_lengths: list[int],
+    loss_masks: list[Tensor],
+    denominators: list[Tensor] | None,
+    per_token: bool,
 ) -> Callable[[Tensor], Tensor]:
+    samples = zip(loss_masks, total_lengths, response_lengths, strict=True)
+    own_masks = [slice_log_prob_with_cp(*sample) for sample in samples]
+
     def reduce(x: Tensor) -> Tensor:
-        sums = [(part * mask).sum() for part, mask in zip(x.split(response_lengths), loss_masks, strict=True)]
+        parts = x.split([len(mask) for mask in own_masks])
+        sums = [(part * mask).sum() for part, mask in zip(parts, own_masks, strict=True)]
         if per_token:
             return torch.stack(sums).sum()
         counts = denominators or [mask.sum() for mask in loss_masks]
@@ -81,7 +105,9 @@ def get_sum_of_sample_mean(
     return reduce
 
 
-def policy_loss_function(args: Any, batch: dict[str, Any], logits: Tensor, reduce: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def policy_loss_function(
+    args: Any, batch: dict[str, Any], logits: Tensor, reduce: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
     _, scores = get_log_probs_and_entropy(
         logits,
         args=args,
@@ -106,10 +132,14 @@ def policy_loss_function(args: Any, batch: dict[str, Any], logits: Tensor, reduc
         log_ratio = torch.cat(batch["ref_log_probs"]) - now
         log["kl_loss"] = reduce(log_ratio.exp() - 1 - log_ratio)
         loss = loss + args.kl_loss_coef * log["kl_loss"]
+    if not now.numel():
+        loss = loss + 0 * logits.sum()
     return loss, {"loss": loss.detach().clone(), **{name: value.detach().clone() for name, value in log.items()}}
 
 
-def sft_loss_function(args: Any, batch: dict[str, Any], logits: Tensor, reduce: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def sft_loss_function(
+    args: Any, batch: dict[str, Any], logits: Tensor, reduce: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
     _, scores = get_log_probs_and_entropy(
         logits,
         args=args,
@@ -117,7 +147,8 @@ def sft_loss_function(args: Any, batch: dict[str, Any], logits: Tensor, reduce: 
         total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"],
     )
-    loss = -reduce(torch.cat(scores["log_probs"]))
+    logprobs = torch.cat(scores["log_probs"])
+    loss = -reduce(logprobs) if logprobs.numel() else 0 * logits.sum()
     return loss, {"loss": loss.detach().clone()}
 
 
@@ -128,14 +159,16 @@ def loss_function(
     per_token = args.calculate_per_token_loss
     num_tokens = torch.stack([torch.clamp_min(mask.sum(), 1) for mask in batch["loss_masks"]]).sum()
     reduce = get_sum_of_sample_mean(
-        batch["response_lengths"], batch["loss_masks"], batch["rollout_mask_sums"], per_token
+        batch["total_lengths"], batch["response_lengths"], batch["loss_masks"], batch["rollout_mask_sums"], per_token
     )
     function = {"policy_loss": policy_loss_function, "sft_loss": sft_loss_function}[args.loss_type]
     if args.recompute_loss_function:
         loss, log = checkpoint(function, args, batch, logits, reduce, use_reentrant=False)
     else:
         loss, log = function(args, batch, logits, reduce)
-    if not per_token:
+    if per_token:
+        loss = loss * parallel_state.get_context_parallel_world_size()
+    else:
         ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         loss = loss * num_microbatches / step_global_batch_size * ranks
     values = [num_tokens if per_token else torch.tensor(0), *log.values()]

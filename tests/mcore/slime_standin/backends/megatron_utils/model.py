@@ -38,7 +38,9 @@ def forward_only(
     for iterator in data_iterator:
         iterator.reset()
 
-    def forward_step(iterator: Any, chunk: Any, return_schedule_plan: bool = False) -> tuple[Tensor, Callable[..., Any]]:
+    def forward_step(
+        iterator: Any, chunk: Any, return_schedule_plan: bool = False
+    ) -> tuple[Tensor, Callable[..., Any]]:
         batch = get_batch(iterator, _SCORE_KEYS, args.data_pad_size_multiplier, args.allgather_cp)
         read = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
         return _call(chunk, batch), partial(f, args=args, with_entropy=args.use_rollout_entropy, **read)
@@ -61,7 +63,7 @@ def forward_only(
         chunk.train()
     if not parallel_state.is_pipeline_last_stage():
         return {}
-    order = sum(data_iterator[0].micro_batch_indices, [])
+    order = [index for indices in data_iterator[0].micro_batch_indices for index in indices]
     stored = {}
     for name in results[0]:
         values = dict(zip(order, [value for result in results for value in result[name]], strict=True))
@@ -85,7 +87,9 @@ def train_one_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
 
-    def forward_step(iterator: Any, chunk: Any, return_schedule_plan: bool = False) -> tuple[Tensor, Callable[..., Any]]:
+    def forward_step(
+        iterator: Any, chunk: Any, return_schedule_plan: bool = False
+    ) -> tuple[Tensor, Callable[..., Any]]:
         batch = get_batch(iterator, _TRAIN_KEYS, args.data_pad_size_multiplier, args.allgather_cp)
         return _call(chunk, batch), partial(loss_function, args, batch, num_microbatches, step_global_batch_size)
 
@@ -109,5 +113,7 @@ def train_one_step(
         return {}, grad_norm
     values = torch.stack([result["values"] for result in results]).sum(0)
     torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    count = values[0] if args.calculate_per_token_loss else step_global_batch_size
+    # Every context-parallel rank counts all tokens.
+    copies = parallel_state.get_context_parallel_world_size()
+    count = values[0] / copies if args.calculate_per_token_loss else step_global_batch_size
     return dict(zip(results[0]["keys"], (values[1:] / count).tolist(), strict=True)), grad_norm
