@@ -219,6 +219,7 @@ def compare(
     """Largest errors of PrefixFlow's run against slime's own, on this rank, and what it reports of itself."""
     from megatron.core import parallel_state
 
+    from megatron.prefixflow.attach import handle_of
     from megatron.prefixflow.integrations import slime
 
     model = build_model(layout, dtype, args)
@@ -231,6 +232,7 @@ def compare(
     dense = run()
     with slime.install(args, package=STANDIN, **settings):
         ours = run()
+    assert handle_of(model) is None
     after = run()
     metrics = _taken_out(ours["losses"])
     return {**_compared(ours, dense), "after": max(_errors(after, dense)), "metrics": metrics}
@@ -307,7 +309,7 @@ CASES: dict[str, tuple[ParallelLayout, torch.dtype, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_losses_gradients_and_scores(worlds: Worlds, name: str) -> None:
     layout, dtype, options = CASES[name]
-    settings = {"prefix_reuse": "on", "require_sharing": True}
+    settings = {"prefix_reuse": "on", "require_sharing": True, "verify_steps": 1}
     results = worlds[layout.world_size].run(compare, layout, dtype, slime_args(**options), True, settings)
     check(results, TOLERANCE[dtype])
 

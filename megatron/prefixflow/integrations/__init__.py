@@ -1,0 +1,1 @@
+"""Adapters to frameworks that bring their own Megatron model, one module each."""

@@ -254,12 +254,10 @@ class _Again:
         return {key: self._microbatch.fields[key] for key in keys}
 
 
-def record(forward_step: Callable[..., Any], iterators: Sequence[Any], chunk: Any) -> Microbatch:
-    """The next microbatch of slime's forward step; the iterators of all chunks move on."""
-    source, model = _Source(iterators[0]), _Recorder(chunk)
+def record(forward_step: Callable[..., Any], iterator: Any, chunk: Any) -> Microbatch:
+    """The next microbatch of slime's forward step."""
+    source, model = _Source(iterator), _Recorder(chunk)
     _, loss = forward_step(source, model)
-    for iterator in iterators[1:]:
-        iterator.get_next(list(source.fields))
     microbatch = Microbatch(source.fields, model.num_rows, loss)
     _check_supported(microbatch)
     return microbatch
@@ -332,7 +330,7 @@ class Installation:
                 num_microbatches=num_microbatches,
                 **options,
             )
-        microbatches = [record(forward_step_func, iterators, chunks[-1]) for _ in range(num_microbatches)]
+        microbatches = [record(forward_step_func, iterators[0], chunks[-1]) for _ in range(num_microbatches)]
 
         def forward_step(items: Iterator[Microbatch], chunk: Any) -> Any:
             """slime's own, where `forward_backward` falls back."""
