@@ -354,6 +354,8 @@ def test_options_that_are_not_covered_are_refused_by_name(name: str) -> None:
 
     with pytest.raises(ValueError, match=name):
         slime.install(slime_args(**REFUSED[name]), package=STANDIN)
+    with pytest.raises(ValueError, match="Did you mean prefix_reuse"):
+        slime.install(package=STANDIN, prefix_reus="on")
     with slime.install(slime_args(), package=STANDIN), pytest.raises(ValueError, match="already"):
         slime.install(package=STANDIN)
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron.prefixflow.adapter import SequenceInput, SequenceScores
-from megatron.prefixflow.attach import PrefixReuseHandle, enable_prefix_reuse, handle_of
+from megatron.prefixflow.attach import PrefixReuseHandle, ReuseSettings, enable_prefix_reuse, handle_of
 from megatron.prefixflow.drop_in import forward_backward
 
 PACKAGE = "slime.backends.megatron_utils"
@@ -394,12 +394,13 @@ def install(args: Any = None, *, package: str = PACKAGE, critic: str = "refuse",
     backend is. critic: "refuse" it, or "original" leaves it to slime. settings: of `enable_prefix_reuse`, which each model
     gets at its first step.
 
-    Raises ValueError where it is installed already, a symbol of slime's has moved, or an option is not supported.
+    Raises ValueError where it is installed already, a symbol of slime's has moved, or an option or a setting is not supported.
     """
     if package in _installed:
         raise ValueError(f"PrefixFlow is installed in {package} already: uninstall() it first.")
     if critic not in ("refuse", "original"):
         raise ValueError(f"critic: expected 'refuse' or 'original', got {critic!r}.")
+    ReuseSettings.of(**settings)  # models come after the first rollout; a wrong name should not
     moved = moved_symbols(package)
     if moved:
         raise ValueError(f"This slime is not the one that PrefixFlow was written for: {'; '.join(moved)}.")
