@@ -298,6 +298,7 @@ CASES: dict[str, tuple[ParallelLayout, torch.dtype, dict[str, Any]]] = {
         torch.float64,
         {"advantage_estimator": "gspo", "calculate_per_token_loss": True, "recompute_loss_function": True},
     ),
+    "whole microbatches": (ONE, torch.float64, {"custom_tis_function_path": "may.mix_samples"}),
     "sft": (ONE, torch.float32, {"loss_type": "sft_loss", "rollout_temperature": 1.0}),
     "tp 2": (ParallelLayout(tp=2), torch.float64, {}),
     "pp 2": (ParallelLayout(pp=2), torch.float64, {}),

@@ -10,8 +10,10 @@ a microbatch, runs the model and returns the loss as a function of the logits. H
    entropy of the next token, in slime's packed layout. slime's own code divides them by the temperature and cuts them into
    responses; only its step from logits to scores, `calculate_log_probs_and_entropy`, is replaced and hands them over.
 
-A loss call is one of slime's microbatches, so a loss may mix its samples. All response tokens are scored, masked ones too:
-slime reads them and multiplies by its mask, and the ratio of a token without a score need not be finite.
+slime's own losses are sums over samples, so each sample is a loss call of its own: its backward waits for no other sample of
+its microbatch. Where a function of the user's may mix samples (`_MIXING`), a loss call is one of slime's microbatches. All
+response tokens are scored, masked ones too: slime reads them and multiplies by its mask, and the ratio of a token without a
+score need not be finite.
 
 Seams (docs/integrations/slime.md): `SEAMS`, checked at `install()`.
 """
@@ -69,9 +71,13 @@ SEAMS = (
 _MODEL_INPUTS = frozenset({"input_ids", "position_ids", "attention_mask", "labels", "packed_seq_params", "loss_mask"})
 
 
+# Options that name a function of the user's which slime's loss calls on all samples of a microbatch.
+_MIXING = ("custom_tis_function_path", "custom_pg_loss_reducer_function_path")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """One call of slime's forward step.
+    """One call of slime's forward step, or one sample of it.
 
     fields: what its data iterator gave: name to one entry a sample, or None; `tokens` are int tensors [n].
     num_rows: length of the packed row of tokens that slime built, padding included.
@@ -96,6 +102,23 @@ class Microbatch:
         """In training the policy loss does; a pass of log-probabilities says so."""
         return bool(self.loss.keywords.get("with_entropy", self.args.loss_type == "policy_loss"))
 
+    def sample(self, number: int, num_rows: int) -> Microbatch:
+        """One sample, as slime would have it in a microbatch of its own, but for what slime packed."""
+
+        def own(fields: dict[str, Any]) -> dict[str, Any]:
+            return _of_sample(fields, number, len(self.fields["tokens"]))
+
+        args = [own(value) if isinstance(value, dict) else value for value in self.loss.args]
+        keywords = {**self.loss.keywords, **own(self.loss.keywords)}
+        return Microbatch(own(self.fields), num_rows, functools.partial(self.loss.func, *args, **keywords))
+
+
+def _of_sample(fields: dict[str, Any], number: int, num_samples: int) -> dict[str, Any]:
+    """What `fields` have of one sample: of lists with one entry a sample, that entry alone."""
+    lists = {name: value for name, value in fields.items() if isinstance(value, list) and len(value) == num_samples}
+    absent = {name: None for name, value in fields.items() if value is None}
+    return {**absent, **{name: [value[number]] for name, value in lists.items()}}
+
 
 class SlimeAdapter:
     """slime's microbatches for `forward_backward` (`megatron.prefixflow.adapter.MicrobatchAdapter`).
@@ -109,6 +132,13 @@ class SlimeAdapter:
         self.needs_entropy = needs_entropy
         self._cut = cut
         self._num_handed_over = num_handed_over
+
+    def loss_calls(self, microbatch: Microbatch) -> list[Microbatch]:
+        """The parts whose losses add up to the microbatch's: samples, or all of it."""
+        if any(getattr(microbatch.args, name, None) is not None for name in _MIXING):
+            return [microbatch]
+        tokens = microbatch.fields["tokens"]
+        return [microbatch.sample(number, len(self._cut(sample, 0))) for number, sample in enumerate(tokens)]
 
     def sequences(self, microbatch: Microbatch) -> list[SequenceInput]:
         fields = microbatch.fields
