@@ -37,6 +37,7 @@ def slime_args(**given: Any) -> Namespace:
     args = Namespace(
         loss_type="policy_loss",
         advantage_estimator="grpo",
+        custom_tis_function_path=None,
         calculate_per_token_loss=False,
         recompute_loss_function=False,
         use_rollout_entropy=True,
@@ -298,7 +299,7 @@ CASES: dict[str, tuple[ParallelLayout, torch.dtype, dict[str, Any]]] = {
         torch.float64,
         {"advantage_estimator": "gspo", "calculate_per_token_loss": True, "recompute_loss_function": True},
     ),
-    "whole microbatches": (ONE, torch.float64, {"custom_tis_function_path": "may.mix_samples"}),
+    "whole microbatches": (ONE, torch.float64, {"custom_tis_function_path": "weights.that_mix_samples"}),
     "sft": (ONE, torch.float32, {"loss_type": "sft_loss", "rollout_temperature": 1.0}),
     "tp 2": (ParallelLayout(tp=2), torch.float64, {}),
     "pp 2": (ParallelLayout(pp=2), torch.float64, {}),

@@ -124,7 +124,10 @@ def policy_loss_function(
         drift = torch.cat(means)
     ratio = torch.exp(-drift)
     clipped = ratio.clamp(1 - args.eps_clip, 1 + args.eps_clip_high)
-    policy = reduce(torch.maximum(-ratio * advantages, -clipped * advantages))
+    losses = torch.maximum(-ratio * advantages, -clipped * advantages)
+    if args.custom_tis_function_path is not None:
+        losses = losses * (ratio / ratio.mean()).detach()  # a weight that mixes the samples of a microbatch
+    policy = reduce(losses)
     entropy = reduce(torch.cat(scores["entropy"]))
     loss = policy - args.entropy_coef * entropy
     log = {"pg_loss": policy, "entropy_loss": entropy, "ppo_kl": reduce(drift)}
