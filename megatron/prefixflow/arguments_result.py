@@ -56,6 +56,20 @@ _INDIFFERENT = _names(
 )
 """Values that change how a step is computed, not what it computes."""
 
+TRAINING_ONLY = _names(
+    """adam_beta1 adam_beta2 adam_eps apply_wd_to_qk_layernorm check_for_nan_in_loss_and_grad ckpt_format ckpt_step
+    decoupled_lr decoupled_min_lr distributed_backend distributed_timeout_minutes end_weight_decay
+    exit_on_missing_checkpoint export_hf_every finetune global_batch_size group_size load logprobs_only lr lr_decay_iters
+    lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters
+    lr_wsd_decay_samples lr_wsd_decay_style metrics_file min_lr no_load_optim no_load_rng no_save_optim no_save_rng
+    on_verify_mismatch optimizer override_opt_param_scheduler pretrained_checkpoint ref_load reward_curve reward_function
+    rollout rollout_timeout_minutes save save_interval save_retain_interval sgd_momentum start_weight_decay stop_tokens
+    tensorboard_dir top_p trace_file train_iters train_samples trajectories updates_per_batch
+    use_checkpoint_opt_param_scheduler verify_steps wandb_entity wandb_exp_name wandb_project wandb_save_dir weight_decay
+    weight_decay_incr_style"""
+)
+"""Values that nothing but the training loop reads."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arguments:

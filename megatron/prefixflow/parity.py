@@ -9,6 +9,7 @@ as the dense reference in bfloat16.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -32,7 +33,6 @@ from torch import Tensor
 
 from megatron.prefixflow.arguments import (
     Arguments,
-    ArgumentsError,
     ddp_config,
     gpt_model_kwargs,
     loss_config,
@@ -43,12 +43,15 @@ from megatron.prefixflow.arguments import (
     shape_of,
     transformer_config,
 )
+from megatron.prefixflow.arguments_result import TRAINING_ONLY
+from megatron.prefixflow.arguments_spec import flag_of
 from megatron.prefixflow.calibration import is_measuring
-from megatron.prefixflow.data import with_temperature
+from megatron.prefixflow.data import step_batches, with_temperature
 from megatron.prefixflow.gradients import clip_gradients, gradient_norm, reduce_gradients
 from megatron.prefixflow.groups import Groups
 from megatron.prefixflow.model import build_model, wrap_data_parallel
 from megatron.prefixflow.overlap import EarlyReduction
+from megatron.prefixflow.peaks import measured_memory, predicted_memory, state_bytes
 from megatron.prefixflow.reference import (
     Reference,
     UpdateSettings,
@@ -68,6 +71,7 @@ from prefixflow.runtime.attention.kernels import select_kernel
 from prefixflow.runtime.cache import CacheTotals
 from prefixflow.runtime.objective import Objective
 from prefixflow.runtime.world import WorldError, Worlds
+from prefixflow.schedule.memory import Holder
 from prefixflow.schedule.order import backward_order, forwards_needed, lead
 from prefixflow.trajectories.reader import read_trajectories
 from prefixflow.trajectories.types import RouteShape, Trajectory
@@ -358,7 +362,11 @@ def run_reuse(
         routes = RouteStore()
         if runner.routing_replay is RoutingReplay.RECORD:
             runner.score(plan, trajectories, routes=routes)
-        objective = runner.forward_backward(plan, trajectories, loss, routes=routes)
+        with contextlib.ExitStack() as stack:
+            measured = stack.enter_context(measured_memory(runner, plan)) if args.measure_memory else None
+            objective = runner.forward_backward(plan, trajectories, loss, routes=routes)
+        if measured is not None:
+            comparison.memory = _peaks(runner, plan, trajectories, state_bytes(ddp), measured.peak_bytes)
         routing = _routing_outcome(chunks, runner.router_totals)
         reduce_gradients(ddp)
         norm = gradient_norm(ddp, groups)
@@ -367,6 +375,20 @@ def run_reuse(
         clip_gradients(ddp, reference.update.max_norm, norm)
         optimizer.step()
     return comparison.result(reference, full) if dist.get_rank() == 0 else {}
+
+
+def _peaks(
+    runner: StepRunner, plan: Plan, trajectories: Sequence[Trajectory], state: int, measured: int
+) -> tuple[int, int]:
+    """Most bytes of any rank in this step, measured and predicted, without the optimizer; collective."""
+    groups, settings = runner.groups, runner.memory
+    assert settings is not None
+    curve = predicted_memory(settings, plan, trajectories, groups.data_rank, groups.pipeline_rank)
+    weights = settings.model.state(groups.pipeline_rank)
+    predicted = weights[Holder.WEIGHTS] + weights[Holder.GRADIENTS] + max((p.total_bytes for p in curve), default=0)
+    found = torch.tensor([state + measured, predicted], dtype=torch.int64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return int(found[0]), int(found[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,11 +455,20 @@ def _read(case: Case, args: Arguments) -> tuple[Trajectory, ...]:
         routes=args.routing_replay == "rollout",
         route_shape=_route_shape(args),
     )
-    return with_temperature(trajectories, args.temperature)
+    trajectories = with_temperature(trajectories, args.temperature)
+    if not args.filter and args.advantage_estimator is None:
+        return trajectories
+    batches = step_batches(args.replace(global_batch_size=len(trajectories)), trajectories)
+    if not batches:
+        raise ValueError(f"--filter {' '.join(args.filter)} leaves nothing of {case.file} to compare.")
+    return batches[0]
 
 
 class Comparison:
-    """Compares each step on rank 0; `add` is collective."""
+    """Compares each step on rank 0; `add` is collective.
+
+    memory (attribute): `_peaks` of the last step; None where they are not measured.
+    """
 
     def __init__(
         self,
@@ -465,6 +496,7 @@ class Comparison:
         self.first_logprobs: dict[int, np.ndarray] = {}
         self.first_routing = RoutingOutcome(0, 0, 0.0, {})
         self.first_norm = 0.0
+        self.memory: tuple[int, int] | None = None
 
     def add(
         self,
@@ -544,6 +576,8 @@ class Comparison:
             "context_bytes": self.context_bytes,
             "context_bytes_planned": self.context_bytes_planned,
             "peak_context_shards": self.peak_shards,
+            "peak_bytes": None if self.memory is None else self.memory[0],
+            "peak_bytes_predicted": None if self.memory is None else self.memory[1],
             "peak_cache_bytes": max(totals.peak_bytes for totals in self.cache_totals),
             "host_bytes": max(self.host_bytes),
             "evictions": sum(totals.num_evictions for totals in self.cache_totals),
@@ -617,7 +651,8 @@ def _failures(result: dict[str, Any], args: Arguments) -> list[str]:
     reasons = []
     if result["grad_norm"] == 0:
         reasons.append("the whole reference gradient is zero, so nothing was compared")
-    if args.prefix_reuse == "on" and result["shared_segments"] == 0:
+    is_wanted = args.prefix_reuse == "on" or args.require_sharing
+    if is_wanted and result["shared_segments"] == 0:
         reasons.append("nothing was shared although reuse was asked for (--prefix-reuse off compares dense)")
     if result["computed_tokens"] != result["planned_tokens"]:
         reasons.append(f"{result['computed_tokens']} tokens were computed, the plan says {result['planned_tokens']}")
@@ -705,34 +740,75 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--dtype, --tp, --pp, --dp, --max-tokens, --recompute, --policy-loss, ... Default: --prefix-reuse on.",
     )
     parser.add_argument("file", help="trajectory file")
-    parser.add_argument("--dump", help="folder for weights, gradients and log-probabilities")
-    parser.add_argument("--cases", help="file with one set of arguments a line, each a case")
+    parser.add_argument(
+        "--dump",
+        help="folder for weights, gradients and log-probabilities; of each of several cases one of its number in it",
+    )
+    parser.add_argument(
+        "--cases",
+        help="file with one set of arguments a line, each a case; one that is refused fails, and the others run",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a case")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds a case may take")
     options, rest = parser.parse_known_args(argv)
     try:
         lines = _lines(options.cases)
-        cases = [Case(options.file, tuple(_defaults() + rest + more), options.dump) for more in lines]
-        for case in cases:
-            _check(case)
-    except (ArgumentsError, ValueError, OSError) as error:
-        print(f"prefixflow parity: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as error:
+        return _refused(str(error))
+    cases = [
+        Case(options.file, tuple(_defaults() + rest + more), _dump_folder(options, number))
+        for number, more in enumerate(lines, 1)
+    ]
     ok = True
     with (
         tempfile.TemporaryDirectory(prefix="prefixflow-parity-") as folder,
         Runner(Path(folder), options.timeout) as runner,
     ):
         for case in cases:
-            result = runner.run(case)
+            problem = _problem(case)
+            if problem is not None and options.cases is None:
+                return _refused(problem)
+            # The other lines of a file of cases are still worth running.
+            result = runner.run(case) if problem is None else _not_run(problem)
             ok = ok and result["ok"]
             _print(case, result, as_json=options.json)
     return 0 if ok else 1
 
 
+def _dump_folder(options: argparse.Namespace, number: int) -> str | None:
+    """Cases would write over each other."""
+    if options.dump is None or options.cases is None:
+        return options.dump
+    return str(Path(options.dump) / str(number))
+
+
+def _refused(sentence: str) -> int:
+    print(f"prefixflow parity: {sentence}", file=sys.stderr)
+    return 2
+
+
+def _problem(case: Case) -> str | None:
+    """Why a case cannot run; None where it can."""
+    try:
+        _check(case)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _not_run(problem: str) -> dict[str, Any]:
+    return {"ok": False, "world": None, "dtype": None, "reasons": [f"refused: {problem.removesuffix('.')}"]}
+
+
 def _check(case: Case) -> None:
     """Refuse what cannot run before a world starts: plans need no process group."""
     args = case.arguments
+    _warn(args)
+    if args.measure_memory and torch.cuda.is_available():
+        raise ValueError(
+            "--measure-memory counts tensors on the CPU, which a GPU's backward is out of sight of. Leave it out; the metrics of "
+            "pretrain_rl.py have the peak of the GPU's allocator."
+        )
     if is_measuring(args):
         raise ValueError(f"--calibrate {args.calibrate} does not exist, and parity measures nothing; bench does.")
     trajectories = _read(case, args)
@@ -744,6 +820,15 @@ def _check(case: Case) -> None:
     lacking = [t.id for t in trajectories if t.rollout_logprobs is None]
     if loss_config(args).tis_cap is not None and lacking:
         raise ValueError(f"--tis-cap needs rollout_logprobs, and trajectory {lacking[0]!r} of {case.file} brings none.")
+
+
+def _warn(args: Arguments) -> None:
+    """Say what was given and changes nothing here."""
+    # Of a checkpoint the architecture is read, where that is asked for.
+    read = {"load", "ckpt_step", "pretrained_checkpoint"} if args.use_checkpoint_args else set()
+    idle = [*args.no_effect, *(flag_of(dest) for dest in sorted((args.given & TRAINING_ONLY) - read))]
+    for sentence in (*([f"no effect here: {' '.join(idle)}"] if idle else []), *args.warnings):
+        print(f"prefixflow parity: {sentence}", file=sys.stderr)
 
 
 def _defaults() -> list[str]:

@@ -35,6 +35,7 @@ from megatron.prefixflow.arguments import (
     startup_lines,
     transformer_config,
 )
+from megatron.prefixflow.arguments_result import TRAINING_ONLY
 from megatron.prefixflow.arguments_spec import CONFIG_CLASSES, Argument, all_arguments
 from megatron.prefixflow.arguments_table import Arity, Effect
 from megatron.prefixflow.configs import cpu_safe
@@ -115,6 +116,11 @@ def test_every_table_entry_is_read():
     for refusal in table.REFUSALS:
         for name in refusal.names.split():
             assert BY_FLAG[name].refusal is refusal, name
+
+
+def test_what_only_training_reads_are_arguments():
+    effective = {a.dest for a in all_arguments() if a.effect is Effect.EFFECTIVE}
+    assert effective >= TRAINING_ONLY
 
 
 def test_every_field_of_megatrons_configs_is_classified():

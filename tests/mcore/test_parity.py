@@ -310,6 +310,38 @@ def test_command(files, tmp_path, capsys):
     assert set(promised.split()) <= lines[0].keys()
 
 
+def test_a_refused_line_fails_and_the_others_run(files, tmp_path, capsys):
+    cases = tmp_path / "cases.txt"
+    cases.write_text("--tp 3\n--max-tokens 64 --verify-steps 2 --lr 1e-3\n--prefix-reuse off --max-tokens 8\n")
+    argv = [files["two-groups"], *TINY.split(), "--dtype", "float64", "--json", "--dump", str(tmp_path / "dump")]
+    assert parity.main([*argv, "--cases", str(cases)]) == 1
+    out, err = capsys.readouterr()
+    first, second, third = map(json.loads, out.splitlines())
+    assert [line["ok"] for line in (first, second, third)] == [False, True, False]
+    assert "refused: --num-attention-heads" in first["reasons"][0]
+    assert "token budget of 8" in third["reasons"][0]
+    assert "no effect here: --lr --verify-steps" in err
+    assert [folder.name for folder in (tmp_path / "dump").iterdir()] == ["2"]
+    assert parity.main([*argv, "--tp", "3"]) == 2, "nothing else to run"
+
+
+def test_memory_is_measured_where_that_is_asked_for(runner, files):
+    text = f"{TINY} --max-tokens 32"
+    measured = compare(runner, files["two-groups"], f"{text} --measure-memory", "float64")
+    assert measured["ok"]
+    assert measured["peak_bytes_predicted"] == pytest.approx(measured["peak_bytes"], rel=0.1)
+    unmeasured = compare(runner, files["two-groups"], text, "float64")
+    assert unmeasured["peak_bytes"] is unmeasured["peak_bytes_predicted"] is None
+
+
+def test_advantages_come_from_rewards_on_both_sides(runner, files, tmp_path):
+    given = compare(runner, files["two-groups"], TINY, "float64")
+    computed = compare(runner, files["two-groups"], f"{TINY} --advantage-estimator dr-grpo", "float64")
+    assert given["ok"]
+    assert computed["ok"], computed["reasons"]
+    assert computed["grad_norm"] != given["grad_norm"]
+
+
 def test_command_exits_1_when_nothing_is_shared(files, capsys):
     assert parity.main([files["apart"], *TINY.split(), "--dtype", "float64"]) == 1
     assert "nothing was shared" in capsys.readouterr().out
