@@ -1,4 +1,4 @@
-# Targets: setup, model, demo, test, test-slow, lint. Each one sets up what it needs.
+# Targets: setup, model, demo, test, test-slow, test-verl, lint. Each one sets up what it needs.
 #
 # Variables:
 #   PYTHON       interpreter the virtual environment is made from (3.11 if found)
@@ -19,12 +19,17 @@ STAMP := $(VENV)/.prefixflow-setup
 MODEL := models/SmolLM2-135M-Instruct
 PIP := $(BIN)/python -m pip install --quiet
 PINS := constraints-cpu.txt
+# verl wants other versions of some packages: it gets an environment of its own.
+VERL_VENV := .venv-verl
+VERL_STAMP := $(VERL_VENV)/.prefixflow-setup
+VERL_PIP := $(VERL_VENV)/bin/python -m pip install --quiet
+VERL_PINS := constraints-verl.txt
 
 export OMP_NUM_THREADS ?= 1
 # Megatron's jit fusions otherwise compile on the CPU, about 20 s in each process.
 export TORCHDYNAMO_DISABLE ?= 1
 
-.PHONY: help setup model demo test test-slow lint
+.PHONY: help setup model demo test test-slow test-verl lint
 
 help:
 	@sed -n '1,8s/^# \{0,1\}//p' Makefile
@@ -52,6 +57,16 @@ test: $(STAMP)
 
 test-slow: $(STAMP) model
 	$(BIN)/python -m pytest -c pyproject.toml --rootdir . -q -m "slow and not gpu" tests $(PYTEST_ARGS)
+
+$(VERL_STAMP): pyproject.toml $(VERL_PINS)
+	@test -n "$(PYTHON)" || { echo "No Python found: install Python 3.11 or set PYTHON." >&2; exit 1; }
+	test -x $(VERL_VENV)/bin/python || $(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_PIP) $(TORCH_ARGS) "$$(grep '^torch==' $(VERL_PINS))"
+	$(VERL_PIP) --constraint $(VERL_PINS) --editable ".[verl]" pytest pytest-timeout
+	@touch $@
+
+test-verl: $(VERL_STAMP)
+	$(VERL_VENV)/bin/python -m pytest -c pyproject.toml --rootdir . -q -o pythonpath=". tests/verl" tests/verl $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

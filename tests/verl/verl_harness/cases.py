@@ -1,0 +1,140 @@
+"""Steps of verl's own engine and of ours on the same batch, in one world of gloo processes, and how far they are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_harness.batches import Samples, make_samples, verl_batch, with_routes
+from verl_harness.engines import Layout, build, gradients, grpo_loss
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison.
+
+    model: kind of `models.KINDS`. batch: what `verl_batch` takes beside samples and ranks. loss: fields of the actor's
+    configuration. multiple: all lengths are multiples of it. routes: of the rollout, random (R3).
+    """
+
+    model: str = "qwen2"
+    layout: Layout = field(default_factory=Layout)
+    batch: Mapping[str, Any] = field(default_factory=dict)
+    loss: Mapping[str, Any] = field(default_factory=dict)
+    num_steps: int = 1
+    multiple: int = 1
+    seed: int = 1
+
+
+@dataclass
+class Step:
+    """What a step left on this rank. logprobs, entropy: [tokens - 1] of each sample, empty where there is no head."""
+
+    logprobs: list[Tensor]
+    entropy: list[Tensor]
+    scored: list[Tensor]
+    loss: float
+    grad_norm: float
+    gradients: dict[str, Tensor]
+    metrics: dict[str, Any]
+
+
+def compare(folders: Mapping[str, Path], case: Case) -> dict[str, float]:
+    """Largest differences on this rank between verl's own engine and ours, and our counters of the last step.
+
+    `logprobs`, `entropy`, `scored` (old-policy pass) are absolute, `loss`, `grad_norm`, `gradient` relative.
+    """
+    samples = make_samples(3, 4, prompt=24, response=10, vocab_size=96, seed=case.seed, multiple=case.multiple)
+    expected = run(folders[case.model], case, samples, None)
+    ours = run(folders[case.model], case, samples, "prefixflow")
+    errors = [_errors(a, b) for a, b in zip(ours, expected, strict=True)]
+    largest = {name: max(e[name] for e in errors) for name in errors[0]}
+    counters = {name: float(v[0]) for name, v in ours[-1].metrics.items() if name.startswith("prefixflow/")}
+    return {**largest, **counters}
+
+
+def run(folder: Path, case: Case, samples: Samples, vendor: str | None) -> list[Step]:
+    """Score as the old policy does, then train, on one engine."""
+    engine = build(folder, case.layout, vendor)
+    place = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+    options = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 100, "calculate_entropy": True, **case.batch}
+    if case.layout.replay != "disabled":
+        options["enable_routing_replay"] = True
+    steps = []
+    for _ in range(case.num_steps):
+        batch = verl_batch(samples, *place, **options)
+        if case.layout.replay == "R3":
+            batch = with_routes(batch, engine.tf_config)
+        with engine.eval_mode():
+            scored = engine.infer_batch(batch.clone(recurse=False))
+        if case.layout.replay == "R2":
+            batch["routed_experts"] = _everywhere(
+                engine, scored["model_output"].get("routed_experts") if scored else None
+            )
+        steps.append(_train(engine, batch, grpo_loss(**case.loss), scored))
+    return steps
+
+
+def _train(engine: Any, batch: Any, loss: Any, scored: dict[str, Any]) -> Step:
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        output = engine.forward_backward_batch(batch, loss)
+        found = gradients(engine)
+        grad_norm = float(engine.optimizer_step())
+    outputs = output.get("model_output", {})
+    return Step(
+        logprobs=_rows(outputs.get("log_probs")),
+        entropy=_rows(outputs.get("entropy")),
+        scored=_rows(scored.get("model_output", {}).get("log_probs")),
+        loss=float(np.sum(output.get("loss", 0.0))),
+        grad_norm=grad_norm,
+        gradients=found,
+        metrics=output.get("metrics", {}),
+    )
+
+
+def _everywhere(engine: Any, routes: Tensor | None) -> Tensor:
+    """Routes of the last pipeline stage, on all stages, as verl's controller hands them out."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    group = mpu.get_pipeline_model_parallel_group()
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, None if routes is None else list(routes.unbind()), group=group)
+    return torch.nested.as_nested_tensor(gathered[-1], layout=torch.jagged)
+
+
+def _rows(jagged: Tensor | None) -> list[Tensor]:
+    """Without the last row of each sample, which in verl's engine depends on what was packed next to it."""
+    return [] if jagged is None else [row[:-1].detach().double() for row in jagged.unbind()]
+
+
+def _errors(ours: Step, expected: Step) -> dict[str, float]:
+    return {
+        **{name: _rows_error(ours, expected, name) for name in ("logprobs", "entropy", "scored")},
+        "loss": abs(ours.loss - expected.loss) / max(abs(expected.loss), 1e-3),
+        "grad_norm": abs(ours.grad_norm - expected.grad_norm) / expected.grad_norm,
+        "gradient": gradient_error(ours.gradients, expected.gradients),
+    }
+
+
+def _rows_error(ours: Step, expected: Step, name: str) -> float:
+    pairs = zip(getattr(ours, name), getattr(expected, name), strict=True)
+    return max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
+
+
+def gradient_error(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Largest ||g - g_ref|| / ||g_ref|| of a parameter; tiny gradients are measured against the whole's scale."""
+    assert ours.keys() == expected.keys()
+    whole = sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5
+    assert whole > 0
+    floor = 1e-3 * whole / len(expected) ** 0.5
+    return max(
+        float((ours[name] - g).double().norm()) / max(float(g.double().norm()), floor) for name, g in expected.items()
+    )
