@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -54,17 +53,6 @@ _SAMPLE_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "dro",
 """Values of `policy_loss.loss_mode` whose loss is a sum over samples; the others read the microbatch as a whole."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LossCall:
-    """Samples whose loss is computed together.
-
-    data: of these samples. num_tokens: what the call reports in Megatron's per-token mode; None leaves it to verl.
-    """
-
-    data: TensorDict
-    num_tokens: Tensor | None = None
-
-
 class VerlAdapter:
     """Reads verl's microbatches and calls its loss (a `MicrobatchAdapter`).
 
@@ -81,27 +69,21 @@ class VerlAdapter:
         self._replays = tu.get_non_tensor_data(data, key="enable_routing_replay", default=False)
         self.needs_entropy: bool = tu.get_non_tensor_data(data, key="calculate_entropy", default=False)
 
-    def loss_calls(self, microbatch: TensorDict) -> Sequence[LossCall]:
+    def loss_calls(self, microbatch: TensorDict) -> Sequence[TensorDict]:
         """The samples of a microbatch one by one, or all in one call."""
-        if not self._is_split or len(microbatch) == 1:
-            return [LossCall(microbatch)]
-        # verl rounds its count down once a microbatch (`// cp_size`), so it is taken of the whole.
-        count = self._engine._routed_num_tokens(microbatch) // self._engine.engine_config.context_parallel_size
-        counts = [count if i == 0 else torch.zeros_like(count) for i in range(len(microbatch))]
-        samples = tu.chunk_tensordict(microbatch, len(microbatch))
-        return [LossCall(sample, n.to(torch.int)) for sample, n in zip(samples, counts, strict=True)]
+        return tu.chunk_tensordict(microbatch, len(microbatch)) if self._is_split else [microbatch]
 
-    def sequences(self, call: LossCall) -> list[SequenceInput]:
+    def sequences(self, call: TensorDict) -> list[SequenceInput]:
         """Prompt and response of each sample; every row is scored, as verl's own engine does."""
-        tokens = [row.cpu().numpy() for row in call.data["input_ids"].unbind()]
-        temperatures = _temperatures(call.data["temperature"], len(tokens))
-        routes = self._routes(call.data, [len(row) for row in tokens])
+        tokens = [row.cpu().numpy() for row in call["input_ids"].unbind()]
+        temperatures = _temperatures(call["temperature"], len(tokens))
+        routes = self._routes(call, [len(row) for row in tokens])
         return [
             SequenceInput(row, temperature=temperature, routes=taken)
             for row, temperature, taken in zip(tokens, temperatures, routes, strict=True)
         ]
 
-    def loss(self, call: LossCall, scores: Sequence[SequenceScores], *, non_loss_data: bool = False) -> Any:
+    def loss(self, call: TensorDict, scores: Sequence[SequenceScores], *, non_loss_data: bool = False) -> Any:
         """What verl's own function makes of the output of its own forward, in the layout that it has there."""
         output = {"log_probs": _as_verl([s.logprobs for s in scores])}
         if self.needs_entropy:
@@ -110,13 +92,14 @@ class VerlAdapter:
             output["entropy"] = _as_verl([e for e in entropies if e is not None])
         result = self._engine.postprocess_micro_batch_func(
             output,
-            data=call.data.to(get_device_id()),
+            data=call.to(get_device_id()),
             forward_only=self._forward_only,
             loss_function=self._loss_function,
         )
-        if len(result) == 3 and call.num_tokens is not None:
-            return result[0], call.num_tokens.to(result[1].device), result[2]
-        return result
+        if len(result) == 2:
+            return result
+        # verl reports a context-parallel share, rounded down; here a call is of whole sequences on every rank.
+        return result[0], self._engine._routed_num_tokens(call).to(result[1]), result[2]
 
     def _routes(self, data: TensorDict, lengths: Sequence[int]) -> list[np.ndarray | None]:
         """[tokens - 1, moe layers, top-k] of each sample, None where the experts choose natively."""

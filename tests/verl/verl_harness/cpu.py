@@ -22,6 +22,7 @@ _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.we
 
 def install() -> None:
     """Make this process ready for verl. Idempotent; before process groups and before any import of verl."""
+    from megatron.prefixflow.attach_checks import accept_core_attention
     from megatron.prefixflow.device import install_cpu_device_layer
 
     install_cpu_device_layer()
@@ -33,6 +34,8 @@ def install() -> None:
     # Read for log lines only; the device layer has no answer since Megatron does not ask.
     torch.cuda.mem_get_info = lambda device=None: (0, 1)  # type: ignore[assignment]
     _register_bridges()
+    # Ours for the vendor prefixflow: what it takes from a core attention is its configuration and layer number.
+    accept_core_attention(PackedAttention)
 
 
 def _platform() -> Any:
