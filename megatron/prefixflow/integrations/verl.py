@@ -29,6 +29,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.device import get_device_id
+from verl.utils.megatron.router_replay_patch import RouterReplay, RouterReplayAction
 from verl.utils.megatron.router_replay_utils import is_moe_layer
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.megatron import transformer_impl
@@ -57,6 +58,7 @@ class VerlAdapter:
     """Reads verl's microbatches and calls its loss (a `MicrobatchAdapter`).
 
     engine: whose methods say what a loss is. loss_function: verl's, or None in a pass that only scores.
+    replays (attribute): whether the batch says how it is routed.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class VerlAdapter:
         self._loss_function = loss_function
         self._forward_only = forward_only
         self._is_split = splits_into_samples(loss_function, data)
-        self._replays = tu.get_non_tensor_data(data, key="enable_routing_replay", default=False)
+        self.replays: bool = tu.get_non_tensor_data(data, key="enable_routing_replay", default=False)
         self.needs_entropy: bool = tu.get_non_tensor_data(data, key="calculate_entropy", default=False)
 
     def loss_calls(self, microbatch: TensorDict) -> Sequence[TensorDict]:
@@ -103,7 +105,7 @@ class VerlAdapter:
 
     def _routes(self, data: TensorDict, lengths: Sequence[int]) -> list[np.ndarray | None]:
         """[tokens - 1, moe layers, top-k] of each sample, None where the experts choose natively."""
-        if not self._replays:
+        if not self.replays:
             return [None] * len(lengths)
         routes = [rows[: n - 1].cpu().numpy() for rows, n in zip(data["routed_experts"].unbind(), lengths, strict=True)]
         config = self._engine.tf_config
@@ -142,7 +144,7 @@ class PrefixReuseEngine(MegatronEngineWithLMHead):
             # The recorder reads what verl's own forward leaves in its routers.
             return super().forward_backward_batch(data, loss_function, forward_only)
         adapter = VerlAdapter(self, data, loss_function, forward_only)
-        with _schedule(partial(forward_backward, adapter=adapter)):
+        with _schedule(partial(_run, adapter)):
             output = super().forward_backward_batch(data, loss_function, forward_only)
         if output:
             output["metrics"].update({name: [value] for name, value in self.reuse.metrics.items()})
@@ -160,6 +162,27 @@ class PrefixReuseEngine(MegatronEngineWithLMHead):
             f"The batch is to be routed by replay (router_replay.mode {mode}) but holds no routed_experts. Under R2 the "
             "old-policy pass records them and its result has to be merged into the batch; under R3 they come with the rollout."
         )
+
+
+def _run(adapter: VerlAdapter, *, forward_step_func: Callable[..., Any], **arguments: Any) -> list[Any]:
+    """The schedule that verl gets. Its own replay of routes goes by its own forwards, and is off until the first of them."""
+    if adapter.replays:
+        RouterReplay.clear_global_router_replay_action()
+        forward_step_func = _resuming_replay(forward_step_func)
+    return forward_backward(forward_step_func=forward_step_func, adapter=adapter, **arguments)
+
+
+def _resuming_replay(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+    is_on = False
+
+    def forward_step(*args: Any) -> Any:
+        nonlocal is_on
+        if not is_on:
+            RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            is_on = True
+        return forward_step_func(*args)
+
+    return forward_step
 
 
 def refuse_unsupported(engine_config: Any, model_config: Any) -> None:
