@@ -48,12 +48,15 @@ def verl_batch(samples: Samples, rank: int, num_ranks: int, **options: Any) -> A
     """TensorDict of a data-parallel rank: every `num_ranks`-th sample.
 
     options: entries of the batch that are no tensors (`use_dynamic_bsz`, ...). With `is_dense` responses and what belongs to
-    them are padded on the right and prompts on the left, as verl's `left_right_2_no_padding` leaves them.
+    them are padded on the right and prompts on the left, as verl's `left_right_2_no_padding` leaves them; `is_dense_input`
+    pads `input_ids` too. `temperatures` go round.
     """
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 
-    is_dense = options.pop("is_dense", False)
+    is_dense_input = options.pop("is_dense_input", False)
+    is_dense = options.pop("is_dense", is_dense_input)
+    temperatures = options.pop("temperatures", None)
     chosen = range(rank, len(samples.tokens), num_ranks)
     tokens = [torch.from_numpy(samples.tokens[i]) for i in chosen]
     cuts = [samples.prompt_lengths[i] for i in chosen]
@@ -65,6 +68,7 @@ def verl_batch(samples: Samples, rank: int, num_ranks: int, **options: Any) -> A
         "response_mask": masks,
         "loss_mask": masks,
         "old_log_probs": [torch.from_numpy(samples.old[i]).float() for i in chosen],
+        "ref_log_prob": [torch.from_numpy(samples.old[i]).float() - 0.1 for i in chosen],
         "advantages": [torch.from_numpy(samples.advantages[i]).float() for i in chosen],
     }
     fields = {name: _padded(x, left=name == "prompts") if is_dense else jagged(x) for name, x in columns.items()}
@@ -77,8 +81,12 @@ def verl_batch(samples: Samples, rank: int, num_ranks: int, **options: Any) -> A
             dim=1,
         )
     fields["input_ids"] = jagged(tokens)
+    if is_dense_input:
+        fields["input_ids"] = torch.cat([fields["prompts"], fields["responses"]], dim=1)
     batch = TensorDict(fields, batch_size=len(tokens))
     tu.assign_non_tensor(batch, temperature=1.0, global_batch_size=len(samples.tokens))
+    if temperatures is not None:
+        batch["temperature"] = torch.tensor([temperatures[i % len(temperatures)] for i in chosen])
     tu.assign_non_tensor(batch, **options)
     return batch
 

@@ -81,6 +81,22 @@ def run(folder: Path, case: Case, samples: Samples, vendor: str | None) -> list[
     return steps
 
 
+def padded_inputs(folder: Path) -> float:
+    """Largest difference of our gradients between jagged and padded `input_ids`."""
+    samples = make_samples(2, 3, prompt=24, response=10, vocab_size=96, seed=2)
+    engine = build(folder, Layout(), "prefixflow")
+    steps = []
+    for is_dense_input in (False, True):
+        batch = verl_batch(
+            samples, 0, 1, use_dynamic_bsz=True, max_token_len_per_gpu=100, is_dense=True, is_dense_input=is_dense_input
+        )
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(batch, grpo_loss())
+            steps.append(gradients(engine))
+    return gradient_error(*steps)
+
+
 def _train(engine: Any, batch: Any, loss: Any, scored: dict[str, Any]) -> Step:
     with engine.train_mode():
         engine.optimizer_zero_grad()

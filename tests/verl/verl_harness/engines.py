@@ -99,13 +99,18 @@ def _environment(vendor: str | None) -> Any:
             del os.environ[name]
 
 
-def grpo_loss(**fields: Any) -> Any:
+def grpo_loss(*, loss_mode: str = "vanilla", **fields: Any) -> Any:
     """verl's own `ppo_loss` with a configuration as its workers bind it."""
     from verl.workers.config import McoreActorConfig
+    from verl.workers.config.actor import PolicyLossConfig
     from verl.workers.utils.losses import ppo_loss
 
     config = McoreActorConfig(
-        strategy="megatron", rollout_n=4, use_dynamic_bsz=True, ppo_micro_batch_size_per_gpu=None, **fields
+        strategy="megatron",
+        rollout_n=4,
+        use_dynamic_bsz=True,
+        policy_loss=PolicyLossConfig(loss_mode=loss_mode, dro_beta=0.1),
+        **fields,
     )
     return partial(ppo_loss, config=config)
 
