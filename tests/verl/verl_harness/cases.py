@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl_harness import cpu
 from verl_harness.batches import Samples, make_samples, verl_batch, with_routes
-from verl_harness.engines import Layout, build, gradients, grpo_loss
+from verl_harness.engines import (
+    Layout,
+    build,
+    engine_configs,
+    environment,
+    gradients,
+    grpo_loss,
+    restart_model_parallelism,
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,51 @@ def run(folder: Path, case: Case, samples: Samples, vendor: str | None) -> list[
             )
         steps.append(_train(engine, batch, grpo_loss(**case.loss), scored))
     return steps
+
+
+def worker_update(folder: Path, vendor: str | None) -> dict[str, Any]:
+    """Metrics of one update by verl's `TrainingWorker` on this process."""
+    cpu.install()
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import TrainingWorkerConfig
+    from verl.workers.engine_workers import TrainingWorker
+
+    restart_model_parallelism()
+    os.environ.update(WORLD_SIZE="1", RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    samples = make_samples(3, 4, prompt=24, response=10, vocab_size=96, seed=1)
+    batch = verl_batch(samples, 0, 1, use_dynamic_bsz=True, max_token_len_per_gpu=100)
+    tu.assign_non_tensor(batch, global_token_num=tu.NonTensorData([len(t) for t in samples.tokens]))
+    with environment(vendor), contextlib.redirect_stdout(io.StringIO()):
+        worker = TrainingWorker(
+            TrainingWorkerConfig(model_type="language_model", **engine_configs(folder, Layout(), vendor))
+        )
+        model_parallel_cuda_manual_seed(42)
+        worker.reset()
+    worker.set_loss_fn(grpo_loss())
+    return dict(tu.get(worker.train_batch(batch), "metrics"))
+
+
+def checkpoint_there_and_back(folder: Path, out: Path) -> None:
+    """Asserts that weights go through our engine as they go through verl's own."""
+    samples = make_samples(2, 3, prompt=24, response=10, vocab_size=96, seed=2)
+    own = build(folder, Layout(), None)
+    ours = build(folder, Layout(), "prefixflow", is_first=False)
+    assert own.module[0].state_dict().keys() == ours.module[0].state_dict().keys()
+    _assert_equal_exports(own, ours)
+    batch = verl_batch(samples, 0, 1, use_dynamic_bsz=True, max_token_len_per_gpu=100)
+    with ours.train_mode():
+        ours.train_batch(batch, grpo_loss())
+    ours.save_checkpoint(str(out), global_step=1)
+    own.load_checkpoint(str(out), del_local_after_load=False)
+    _assert_equal_exports(own, ours)
+
+
+def _assert_equal_exports(own: Any, ours: Any) -> None:
+    pairs = zip(own.get_per_tensor_param()[0], ours.get_per_tensor_param()[0], strict=True)
+    for (own_name, own_weight), (name, weight) in pairs:
+        assert own_name == name
+        assert torch.equal(own_weight, weight), name
 
 
 def padded_inputs(folder: Path) -> float:

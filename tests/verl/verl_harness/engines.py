@@ -31,22 +31,21 @@ class Layout:
     ours: Mapping[str, Any] = field(default_factory=dict)
 
 
-def build(folder: Path, layout: Layout, vendor: str | None, *, forward_only: bool = False) -> Any:
-    """An initialised engine: verl's own (vendor None) or the one registered for a vendor. Model parallelism starts anew."""
+def build(
+    folder: Path, layout: Layout, vendor: str | None, *, forward_only: bool = False, is_first: bool = True
+) -> Any:
+    """An initialised engine: verl's own (vendor None) or the one registered for a vendor.
+
+    is_first: start model parallelism anew; else it is shared with the engines that are there, in the same layout.
+    """
     cpu.install()
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from verl.workers.engine import EngineRegistry
 
-    from prefixflow.runtime.world import destroy_subgroups
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-        destroy_subgroups()
-    if vendor is not None:
-        import megatron.prefixflow.integrations.verl  # noqa: F401
-    configs = _configs(folder, layout, forward_only=forward_only)
-    with _environment(vendor):
+    if is_first:
+        restart_model_parallelism()
+    configs = engine_configs(folder, layout, vendor, forward_only=forward_only)
+    with environment(vendor):
         engine_class = EngineRegistry.get_engine_cls("language_model", "megatron")
     with contextlib.redirect_stdout(io.StringIO()):
         engine = engine_class(**configs)
@@ -56,7 +55,21 @@ def build(folder: Path, layout: Layout, vendor: str | None, *, forward_only: boo
     return engine
 
 
-def _configs(folder: Path, layout: Layout, *, forward_only: bool) -> dict[str, Any]:
+def restart_model_parallelism() -> None:
+    """Forget the groups of the engines before."""
+    from megatron.core import parallel_state
+
+    from prefixflow.runtime.world import destroy_subgroups
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+        destroy_subgroups()
+
+
+def engine_configs(
+    folder: Path, layout: Layout, vendor: str | None = None, *, forward_only: bool = False
+) -> dict[str, Any]:
+    """The configurations that an engine is made of; a user of ours adds the external library, and settings where wanted."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
     from verl.workers.config.engine import EngineRouterReplayConfig
@@ -78,7 +91,11 @@ def _configs(folder: Path, layout: Layout, *, forward_only: bool) -> dict[str, A
     # The constructor takes half precision only, too coarse for a comparison of gradients.
     engine.__dict__["dtype"] = "float32"
     return {
-        "model_config": HFModelConfig(path=str(folder), override_config={"attn_implementation": "eager"}),
+        "model_config": HFModelConfig(
+            path=str(folder),
+            override_config={"attn_implementation": "eager"},
+            external_lib=None if vendor is None else "megatron.prefixflow.integrations.verl",
+        ),
         "engine_config": engine,
         "optimizer_config": McoreOptimizerConfig(
             lr=1e-2, clip_grad=1.0, total_training_steps=10, lr_decay_style="constant"
@@ -88,7 +105,7 @@ def _configs(folder: Path, layout: Layout, *, forward_only: bool) -> dict[str, A
 
 
 @contextlib.contextmanager
-def _environment(vendor: str | None) -> Any:
+def environment(vendor: str | None) -> Any:
     """What a user sets; verl's own engine is registered for CUDA only."""
     given = {"VERL_ENGINE_DEVICE": "cuda"} if vendor is None else {"VERL_ENGINE_VENDOR": vendor}
     os.environ.update(given)
