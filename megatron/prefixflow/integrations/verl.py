@@ -46,7 +46,7 @@ UPSTREAM = {
     "MegatronEngineWithLMHead.postprocess_micro_batch_func": (
         "(self, output, data, forward_only, loss_function, local_cp_size=None)"
     ),
-    "get_forward_backward_func": "()",
+    "get_forward_backward_func": "(pp_size=None, vp_size=None)",
 }
 """Names of `verl.workers.engine.megatron.transformer_impl` that are overridden, called or replaced, with their parameters."""
 
@@ -232,7 +232,7 @@ def splits_into_samples(loss_function: Callable[..., Any] | None, data: TensorDi
 def _schedule(function: Callable[..., Any]) -> Iterator[None]:
     """verl's module gets `function` from `get_forward_backward_func`, as long as this is entered."""
     upstream = transformer_impl.get_forward_backward_func
-    transformer_impl.get_forward_backward_func = lambda: function
+    transformer_impl.get_forward_backward_func = lambda *_, **__: function
     try:
         yield
     finally:

@@ -31,8 +31,9 @@ def install() -> None:
     if getattr(platform_manager._current_platform, "is_of_tests", False):
         return
     platform_manager.set_platform(_platform())
-    # Read for log lines only; the device layer has no answer since Megatron does not ask.
-    torch.cuda.mem_get_info = lambda device=None: (0, 1)  # type: ignore[assignment]
+    # Read for log lines and MFU; the device layer has no answers since Megatron does not ask.
+    torch.cuda.mem_get_info = lambda device=None: (0, 1)
+    torch.cuda.get_device_name = lambda device=None: "CPU"
     _register_bridges()
     # Ours for the vendor prefixflow: what it takes from a core attention is its configuration and layer number.
     accept_core_attention(PackedAttention)
@@ -118,10 +119,8 @@ def _whole(shares: tuple[Tensor, ...], half: int) -> Tensor:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *heads_first, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-    )
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
 
 
