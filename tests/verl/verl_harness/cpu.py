@@ -62,12 +62,6 @@ def _platform() -> Any:
         def communication_backend_name(self) -> str:
             return "gloo"
 
-        def ray_resource_name(self) -> str:
-            return "CPU"
-
-        def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-            return {"num_cpus": num_gpus}
-
     return CPUPlatform()
 
 
