@@ -22,7 +22,6 @@ _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.we
 
 def install() -> None:
     """Make this process ready for verl. Idempotent; before process groups and before any import of verl."""
-    from megatron.prefixflow.attach_checks import accept_core_attention
     from megatron.prefixflow.device import install_cpu_device_layer
 
     install_cpu_device_layer()
@@ -30,12 +29,27 @@ def install() -> None:
 
     if getattr(platform_manager._current_platform, "is_of_tests", False):
         return
-    platform_manager.set_platform(_platform())
+    install_platform(platform_manager)
+    finish_install()
+
+
+def install_platform(platform_manager: Any) -> None:
+    """The first part: no module of verl has asked for the platform yet."""
+    from megatron.prefixflow.device import install_cpu_device_layer
+
+    install_cpu_device_layer()
     # Read for log lines and MFU; the device layer has no answers since Megatron does not ask.
     torch.cuda.mem_get_info = lambda device=None: (0, 1)
     torch.cuda.get_device_name = lambda device=None: "CPU"
+    torch.cuda.device_count = lambda: 1
+    platform_manager.set_platform(_platform())
+
+
+def finish_install() -> None:
+    """The rest: bridges, and our engine's consent to the stand-in for core attention."""
+    from megatron.prefixflow.attach_checks import accept_core_attention
+
     _register_bridges()
-    # Ours for the vendor prefixflow: what it takes from a core attention is its configuration and layer number.
     accept_core_attention(PackedAttention)
 
 
