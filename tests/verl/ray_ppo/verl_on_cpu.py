@@ -89,7 +89,8 @@ class RandomServer:
 
 class RandomReplica(RolloutReplica):
     async def launch_servers(self) -> None:
-        self._server_handle = RandomServer.options(num_cpus=0).remote(self.replica_rank)
+        actor: Any = RandomServer  # what ray.remote made of it
+        self._server_handle = actor.options(num_cpus=0).remote(self.replica_rank)
         self.servers = [self._server_handle]
         self._server_address = f"random-{self.replica_rank}"
 
