@@ -105,6 +105,8 @@ class Forest:
 
     def with_tree_of_each_root(self) -> Forest:
         """The same segments, each root with a tree of its own: what is not shared binds nothing together."""
+        if [segment.tree for segment in self.segments if segment.parent is None] == [*range(self.num_trees)]:
+            return self
         rows: list[tuple[int | None, int, Range, tuple[int, ...]]] = []
         num_trees = 0
         for segment in self.segments:

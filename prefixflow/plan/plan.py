@@ -344,7 +344,7 @@ class _Sharer:
         self._omit = omit
         self._routes = routes
         self._placement = placement
-        self._dense = build_forest(trajectories, dense_trees=None, omit=omit)
+        self._dense = build_forest(trajectories, dense_trees=None, omit=omit).with_tree_of_each_root()
         self._priced_dense = _Priced.of(self._dense, trajectories, config)
 
     def share(self) -> Sharing:
@@ -369,21 +369,20 @@ class _Sharer:
             labels = [f"{rank} {group}" for rank, group in zip(self._placement, groups, strict=True)]
         forest = build_forest(self._trajectories, omit=self._omit, labels=labels, routes=self._routes)
         if self._config.prefix_reuse is PrefixReuse.ON:
-            return self._placed(forest, 0)
+            return self._placed(forest.with_tree_of_each_root(), 0)
         folded = fold_small_segments(forest, self._config.deciding.sharing)
         groups_run_dense = _sharing_groups(forest, self._trajectories) - _sharing_groups(folded, self._trajectories)
-        return self._placed(folded, len(groups_run_dense))
+        return self._placed(folded.with_tree_of_each_root(), len(groups_run_dense))
 
     def _placed(self, forest: Forest, num_fallback_groups: int) -> Sharing:
         config, num_ranks = self._config, self._config.data_parallel_size
         priced = self._priced_dense if forest is self._dense else _Priced.of(forest, self._trajectories, config)
-        forest, dense = forest.with_tree_of_each_root(), self._dense.with_tree_of_each_root()
         if self._placement is None:
             placement = place_forest(forest, priced.costs, num_ranks)
-            baseline = Placement(dense, place_trees(self._priced_dense.costs, num_ranks))
+            baseline = Placement(self._dense, place_trees(self._priced_dense.costs, num_ranks))
         else:
             placement = place_as_given(forest, self._placement, num_ranks)
-            baseline = place_as_given(dense, self._placement, num_ranks)
+            baseline = place_as_given(self._dense, self._placement, num_ranks)
         priced_placed = priced
         if placement.forest is not forest:
             priced_placed = _Priced.of(placement.forest, self._trajectories, config)

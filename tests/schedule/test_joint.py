@@ -117,6 +117,9 @@ def test_any_placed_batch_with_calls_has_a_valid_step(
         runs = {m for b in microbatches for s in b.segments for m in plan.forest.segments[s].members}
         assert runs == {i for i, given in enumerate(placement) if given == rank and len(trajectories[i]) > 1}
         assert_calls_are_scored(rank_table(plan, rank), scored_together(plan, rank, trajectories))
+        # A call of a single trajectory waits for nothing that its path does not wait for anyway.
+        alone, own = (replace(plan, joint=joint) for joint in (tuple(range(len(trajectories))), None))
+        assert rank_table(alone, rank).rows == rank_table(own, rank).rows
 
 
 def scored_together(plan: Plan, rank: int, trajectories: Sequence[Trajectory]) -> list[set[int]]:
