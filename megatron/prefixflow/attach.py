@@ -350,7 +350,7 @@ def model_shape(chunk: GPTModel) -> ModelShape:
         tied_embeddings=chunk.share_embeddings_and_output_weights,
         qk_layernorm=config.qk_layernorm,
         qkv_bias=config.add_qkv_bias,
-        rotary_base=chunk.rotary_base,
+        rotary_base=int(chunk.rotary_base),
         norm_epsilon=config.layernorm_epsilon,
         **experts,
     )

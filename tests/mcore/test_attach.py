@@ -66,7 +66,9 @@ def stock_model(config: TransformerConfig, **changes: Any) -> GPTModel:
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=changes.get("vp_stage")
     )
-    keywords = {"vocab_size": VOCABULARY, "max_sequence_length": 128, "position_embedding_type": "rope"}
+    # Bridges take a base from Hugging Face, where it may be a float.
+    rope = {"position_embedding_type": "rope", "rotary_base": 10_000.0}
+    keywords = {"vocab_size": VOCABULARY, "max_sequence_length": 128, **rope}
     return GPTModel(config=config, transformer_layer_spec=spec, **keywords | changes).to(config.params_dtype)
 
 
