@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -167,6 +168,49 @@ def test_our_passes_give_the_gradients_of_the_untouched_model(worlds: Worlds, ki
     assert error < (1e-6 if kind == "experts" else 1e-12)
     assert num_upstream_calls == 0
     assert not leaves_a_trace
+
+
+def built_by_mbridge() -> tuple[list[str], float]:
+    """Wrappers of a model that mbridge built for a local spec, and the gradient norm of a step of ours on it."""
+    from mbridge.core.parallel_states import ParallelStates
+    from mbridge.models.qwen3 import Qwen3Bridge
+    from transformers import Qwen3Config
+
+    class Bridge(Qwen3Bridge):
+        def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
+            self.has_vp_stage = True
+            return get_gpt_decoder_block_spec(self.config, use_transformer_engine=False, normalization="RMSNorm")
+
+    start_session(ParallelLayout(), 1)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
+    hf_config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+    # Where mbridge looks for it; transformers 5 keeps it elsewhere.
+    hf_config.rope_theta = 10_000.0
+    bridge = Bridge(hf_config, parallel_states=ParallelStates.get_parallel_state())
+    for name in ("masked_softmax_fusion", "persist_layer_norm"):
+        setattr(bridge.config, name, False)
+    model = bridge.get_model(wrap_with_ddp=True, ddp_config={"overlap_grad_reduce": True})
+    trajectories = two_level_groups(2, 3, 20, 5, seed=1, style=Style(vocab_size=VOCABULARY))
+    with enable_prefix_reuse(model, prefix_reuse="on") as handle:
+        plan = plan_step(trajectories, handle.plan_config(32), SFT)
+        with handle.step():
+            handle.runner.forward_backward(plan, trajectories, SFT)
+    finalize_model_grads(model)
+    wrappers = [type(model[0]).__name__, type(model[0].module).__name__]
+    return wrappers, sum(float(p.main_grad.norm()) for p in model[0].parameters())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mbridge") is None, reason="needs the extra hf")
+def test_a_model_that_mbridge_built(worlds: Worlds) -> None:
+    ((wrappers, norm),) = worlds[1].run(built_by_mbridge)
+    assert wrappers == ["DistributedDataParallel", "Float16Module"]
+    assert norm > 0
 
 
 # Refusals.
