@@ -240,12 +240,12 @@ class _Step:
         return self._schedule.original(*self._door.again())
 
     def _score(self, plan: Plan, batch: Batch) -> list[Any]:
-        with self._handle.step(training=False):
+        with self._handle.step(training=False, model=self._schedule.models):
             return self._run(plan, batch).results
 
     def _train(self, plan: Plan, batch: Batch) -> list[Any]:
         handle, schedule = self._handle, self._schedule
-        with handle.step(force_all_reduce=schedule.force_all_reduce):
+        with handle.step(force_all_reduce=schedule.force_all_reduce, model=schedule.models):
             if handle.num_verified < handle.settings.verify_steps:
                 losses, results = self._verified(plan, batch)
             else:
