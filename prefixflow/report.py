@@ -452,20 +452,23 @@ def _print_capacity(options: argparse.Namespace) -> int:
     group = GroupShape.typical(setting.trajectories)
     found = find_capacity(group, setting.config, setting.memory, round(options.memory_budget_gib * GIB))
     if options.json:
-        ways = [{"way": c.way.name, "prefix_tokens": c.prefix_tokens, "group_size": c.group_size} for c in found]
+        ways = [{**asdict(c), "way": c.way.name} for c in found]
         print(json.dumps({"group": asdict(group), "memory_budget_gib": options.memory_budget_gib, "capacity": ways}))
         return 0
     table = Table(
         title=f"what fits {options.memory_budget_gib:g} GiB, model {options.model}: groups of {group.size}, prefix "
-        f"{group.prefix_tokens:,}, suffix {group.suffix_tokens:,} tokens"
+        f"{group.prefix_tokens:,}, suffix {group.suffix_tokens:,} tokens",
+        caption="In brackets: tokens of a microbatch. Dense needs those of a whole trajectory; reuse is tried with parts of it too.",
     )
     for name in ("way", "longest prefix", "largest group"):
         table.add_column(name, justify="left" if name == "way" else "right")
     for c in found:
-        longest = f"{c.prefix_tokens:,}" if c.prefix_tokens else "nothing fits"
+        longest = f"{c.prefix_tokens:,} ({c.prefix_budget:,})" if c.prefix_tokens else "nothing fits"
         if c.prefix_tokens == setting.memory.shape.max_positions - group.suffix_tokens:
-            longest += ", all positions"
-        most = f"at least {c.group_size:,}" if c.group_size == LARGEST_GROUP else f"{c.group_size or 'nothing fits'}"
+            longest = f"all: {longest}"
+        most = f"{c.group_size:,} ({c.group_budget:,})" if c.group_size else "nothing fits"
+        if c.group_size == LARGEST_GROUP:
+            most = f"at least {most}"
         table.add_row(c.way.name, longest, most)
     Console().print(table)
     return 0

@@ -1,8 +1,9 @@
 """The longest prefix and the largest group that fit a memory budget, by how a step is run (pure).
 
-One group of `group_size` trajectories with a common prefix, as many groups as ranks exchange tokens. Both sides have the token
-budget of one dense trajectory, so that a dense step is possible at all. A longer prefix, and a larger group, never need less,
-so the longest is found by doubling and bisection; each trial is a plan whose peak is predicted like any other.
+One group of `group_size` trajectories with a common prefix, as many groups as ranks exchange tokens. Dense has the token budget of
+one trajectory, since it cannot do with less; reuse has that, and where it does not fit, parts of it: in microbatches of a whole
+trajectory nothing dormant is left to give up. A longer prefix, and a larger group, never need less, so the longest is found by
+doubling and bisection; each trial is a plan whose peak is predicted like any other.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from statistics import median_low
 import numpy as np
 
 from prefixflow.plan.plan import Plan, PlanConfig, PrefixReuse, build_plan
-from prefixflow.schedule.fit import Judge, MemoryChoice
+from prefixflow.schedule.fit import SMALLEST_TOKEN_BUDGET, Judge, MemoryChoice
 from prefixflow.schedule.memory import MemoryModel, Recompute
 from prefixflow.schedule.residency import ActivationPolicy
 from prefixflow.trajectories.types import Trajectory
 
 LARGEST_GROUP = 1024
+TOKEN_SHARES = (1, 2, 4, 8, 16)
+"""Token budgets of reuse that are tried, as parts of a trajectory."""
 PREFIX_STEP = 64
 """Tokens to which the longest prefix is found."""
 
@@ -71,11 +74,16 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Longest prefix with the group's size and suffix, and largest group with its prefix and suffix; None: nothing fits."""
+    """Longest prefix with the group's size and suffix, and largest group with its prefix and suffix; None: nothing fits.
+
+    prefix_budget, group_budget: the largest token budget of a microbatch, of those that are tried, with which each fits.
+    """
 
     way: Way
     prefix_tokens: int | None
     group_size: int | None
+    prefix_budget: int | None
+    group_budget: int | None
 
 
 def ways() -> Iterator[Way]:
@@ -91,43 +99,66 @@ def find_capacity(
     group: GroupShape, config: PlanConfig, memory: MemoryModel, budget_bytes: int
 ) -> tuple[Capacity, ...]:
     """Of every way, for the layout of `config` and `memory`."""
-    return tuple(
-        Capacity(
-            way,
-            _largest(
-                lambda n, w=way: _fits(replace(group, prefix_tokens=n), w, config, memory, budget_bytes),  # type: ignore[misc]
-                memory.shape.max_positions - group.suffix_tokens,
-                PREFIX_STEP,
-            ),
-            _largest(
-                lambda n, w=way: _fits(replace(group, size=n), w, config, memory, budget_bytes),  # type: ignore[misc]
-                LARGEST_GROUP,
-                1,
-                # Alone a trajectory shares nothing, and nothing of it waits: it can need more than two do.
-                smallest=1 + (way.reuse is not PrefixReuse.OFF),
-            ),
-        )
-        for way in ways()
-    )
+    return tuple(_capacity(group, way, config, memory, budget_bytes) for way in ways())
 
 
-def _fits(group: GroupShape, way: Way, config: PlanConfig, memory: MemoryModel, budget_bytes: int) -> bool:
-    trajectories = group.trajectories(config.expert_block)
-    plan = _plan(group, way, config, trajectories)
-    fit = Judge(trajectories, replace(memory, recompute=way.recompute)).fit(plan, way.choice)
-    return fit is not None and fit.largest_bytes <= budget_bytes
+def _capacity(group: GroupShape, way: Way, config: PlanConfig, memory: MemoryModel, budget_bytes: int) -> Capacity:
+    prefix = _Search(group, "prefix_tokens", way, config, memory, budget_bytes)
+    size = _Search(group, "size", way, config, memory, budget_bytes)
+    prefix_tokens = _largest(prefix.fits, memory.shape.max_positions - group.suffix_tokens, PREFIX_STEP)
+    # Alone a trajectory shares nothing, and nothing of it waits: it can need more than two do.
+    group_size = _largest(size.fits, LARGEST_GROUP, 1, smallest=1 + (way.reuse is not PrefixReuse.OFF))
+    return Capacity(way, prefix_tokens, group_size, prefix.token_budget(prefix_tokens), size.token_budget(group_size))
 
 
-def _plan(group: GroupShape, way: Way, config: PlanConfig, trajectories: Sequence[Trajectory]) -> Plan:
-    num_tokens = group.prefix_tokens + group.suffix_tokens
-    multiple = config.token_multiple
+class _Search:
+    """Trials of one way with a growing `field` of the group, each under falling token budgets."""
+
+    def __init__(
+        self, group: GroupShape, field: str, way: Way, config: PlanConfig, memory: MemoryModel, budget_bytes: int
+    ) -> None:
+        self._group = group
+        self._field = field
+        self._way = way
+        self._config = config
+        self._memory = replace(memory, recompute=way.recompute)
+        self._budget_bytes = budget_bytes
+        self._shares = TOKEN_SHARES if way.reuse is PrefixReuse.ON else (1,)
+        # By share, the smallest trial that did not fit: none above it does.
+        self._too_much: dict[int, int] = {}
+
+    def fits(self, number: int) -> bool:
+        return self.token_budget(number) is not None
+
+    def token_budget(self, number: int | None) -> int | None:
+        """The largest, of those that are tried, with which a step of `number` fits."""
+        if number is None:
+            return None
+        group = replace(self._group, **{self._field: number})
+        trajectories = group.trajectories(self._config.expert_block)
+        judge = Judge(trajectories, self._memory)
+        num_tokens, multiple = group.prefix_tokens + group.suffix_tokens, self._config.token_multiple
+        for share in self._shares:
+            tokens = -(-num_tokens // (share * multiple)) * multiple
+            if share > 1 and tokens < SMALLEST_TOKEN_BUDGET:
+                return None
+            if number >= self._too_much.get(share, number + 1):
+                continue
+            fit = judge.fit(_plan(self._way, self._config, trajectories, tokens), self._way.choice)
+            if fit is not None and fit.largest_bytes <= self._budget_bytes:
+                return tokens
+            self._too_much[share] = number
+        return None
+
+
+def _plan(way: Way, config: PlanConfig, trajectories: Sequence[Trajectory], max_tokens: int) -> Plan:
     return build_plan(
         trajectories,
         replace(
             config,
             prefix_reuse=way.reuse,
             data_parallel_size=config.expert_block,
-            max_tokens_per_microbatch=-(-num_tokens // multiple) * multiple,
+            max_tokens_per_microbatch=max_tokens,
             route_mismatch=None,
         ),
     )

@@ -163,15 +163,24 @@ def test_plan_says_what_holds_memory(file: Path, capsys: pytest.CaptureFixture[s
     assert fitted["memory"] != report["memory"]
 
 
-def test_capacity_compares_dense_and_reuse(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_capacity_compares_dense_and_reuse(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixflow.schedule.capacity.LARGEST_GROUP", 32)
     found = plan_json(
-        capsys, str(file), "--model", "tiny", "--device", "cpu", "--capacity", "--memory-budget-gib", "0.2"
+        capsys, str(file), "--model", "tiny", "--device", "cpu", "--capacity", "--memory-budget-gib", "0.05"
     )
     prefixes = {way["way"]: way["prefix_tokens"] for way in found["capacity"]}
     assert prefixes["reuse, offload"] > prefixes["reuse, keep"]
+    assert prefixes["reuse, recompute"] > prefixes["reuse, keep"], "in smaller microbatches"
+    budgets = {way["way"]: way["prefix_budget"] for way in found["capacity"]}
+    assert budgets["dense"] == prefixes["dense"] + found["group"]["suffix_tokens"]
+    assert budgets["reuse, recompute"] < prefixes["reuse, recompute"]
     assert prefixes["dense, full recomputation"] > prefixes["dense"] > 0
-    assert main(["plan", str(file), "--model", "tiny", "--capacity", "--memory-budget-gib", "0.2"]) == 0
-    assert "longest prefix" in capsys.readouterr().out
+    assert main(["plan", str(file), "--model", "tiny", "--capacity", "--memory-budget-gib", "0.02"]) == 0
+    text = capsys.readouterr().out
+    assert "longest prefix" in text
+    assert "nothing fits" in text
 
 
 def test_plan_prints_a_table(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
