@@ -51,6 +51,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LAYOUT = ("--tp", "2", "--pp", "2", "--num-virtual-stages-per-pipeline-rank", "2")
 EXPERT_LAYOUT = (*LAYOUT, "--ep", "2", "--expert-tensor-parallel-size", "1", "--sequence-parallel")
+LAYOUTS = {
+    "qwen3-moe": EXPERT_LAYOUT,
+    # Each expert on two ranks.
+    "mixtral": (*LAYOUT, "--expert-tensor-parallel-size", "2", "--sequence-parallel"),
+}
 
 
 def make_model(name: str, folder: Path, **changes: Any) -> Path:
@@ -130,7 +135,7 @@ def write_file(path: Path, vocab_size: int) -> Path:
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back_under_every_parallelism(worlds: Worlds, tmp_path: Path, name: str) -> None:
     hf_dir = make_model(name, tmp_path / "hf")
-    layout = EXPERT_LAYOUT if name in ("qwen3-moe", "mixtral") else LAYOUT
+    layout = LAYOUTS.get(name, LAYOUT)
     worlds[1].run(there, hf_dir, tmp_path / "megatron", layout)
     worlds[1].run(back, tmp_path / "megatron", tmp_path / "back")
     refuse_any_difference(hf_dir, tmp_path / "back")
