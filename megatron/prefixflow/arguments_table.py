@@ -158,7 +158,7 @@ GENERATED_EFFECTIVE = _names(
     perform_initialization use_cpu_initialization bf16 deterministic_mode
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split num_layers
     hidden_size num_attention_heads ffn_hidden_size kv_channels hidden_dropout attention_dropout
-    fp32_residual_connection apply_residual_connection_post_layernorm layernorm_epsilon
+    apply_residual_connection_post_layernorm layernorm_epsilon
     add_bias_linear add_qkv_bias glu_linear_offset activation_func_clamp_value rotary_interleaved
     normalization qk_layernorm init_method_std embedding_init_method_std
     disable_bf16_reduced_precision_matmul use_fused_weighted_squared_relu recompute_granularity
@@ -889,6 +889,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave it out",
         _VALUE,
         harmless=("rope",),
+    ),
+    Refusal(
+        "--fp32-residual-connection",
+        "hidden states, and the messages between stages, have the precision of the parameters",
+        "leave it out, or train in float32",
     ),
     Refusal("--no-position-embedding", "only RoPE is built", "use --position-embedding-type rope"),
     Refusal(
