@@ -152,30 +152,25 @@ class RecordingDoor:
         self.needs_entropy = False
         self._chunks = chunks
         self._device = device
-        self._recordings = [
-            record(forward_step_func, iterator, model, num_microbatches)
-            for iterator, model in zip(chunks.iterators, chunks.models, strict=True)
-        ]
-        readings = [
-            read(part, f"Microbatch {number}", training=training) for number, part in enumerate(self._parts(groups))
-        ]
+        self._recordings: list[tuple[Recording, ...]] = []
+        parts = _known_to_all(partial(self._record, forward_step_func, num_microbatches), groups.pipeline)
+        readings = [read(part, f"Microbatch {number}", training=training) for number, part in enumerate(parts)]
         self.loss_calls = tuple(self._loss_call(number, reading) for number, reading in enumerate(readings))
         self.num_tokens = max((reading.num_tokens for reading in readings), default=0)
 
     def again(self) -> tuple[Callable[..., Any], Any]:
         return replay, self._chunks.given([iter(recordings) for recordings in self._recordings])
 
-    def _parts(self, groups: Groups) -> list[Part]:
-        """What the stages know of each microbatch."""
-        mine = [
+    def _record(self, forward_step_func: Callable[..., Any], num_microbatches: int) -> list[Part]:
+        """What the chunks of this rank are told about each microbatch."""
+        self._recordings = [
+            record(forward_step_func, iterator, model, num_microbatches)
+            for iterator, model in zip(self._chunks.iterators, self._chunks.models, strict=True)
+        ]
+        return [
             merged(Part.of(recording, f"Microbatch {number}") for recording in of_chunks)
             for number, of_chunks in enumerate(zip(*self._recordings, strict=True))
         ]
-        if groups.pipeline.size() == 1:
-            return mine
-        stages: list[list[Part]] = [[]] * groups.pipeline.size()
-        dist.all_gather_object(stages, mine, group=groups.pipeline)
-        return [merged(of_stages) for of_stages in zip(*stages, strict=True)]
 
     def _loss_call(self, number: int, reading: Reading) -> LossCall:
         # The last chunk of the last stage has the loss.
@@ -191,6 +186,22 @@ class RecordingDoor:
     ) -> tuple[Tensor, LossFunction | None]:
         losses = TokenLosses(reading, f"Microbatch {number}", self._device)
         return losses(logprobs), recording.loss_func
+
+
+def _known_to_all(own: Callable[[], list[Part]], pipeline: dist.ProcessGroup) -> list[Part]:
+    """What the stages know of each microbatch, put together; what one of them refuses, all refuse."""
+    if pipeline.size() == 1:
+        return own()
+    told: list[Any] = [None] * pipeline.size()
+    try:
+        mine: list[Part] | str = own()
+    except ValueError as error:
+        mine = str(error)
+    dist.all_gather_object(told, mine, group=pipeline)
+    for stage, answer in enumerate(told):
+        if isinstance(answer, str):
+            raise ValueError(f"Pipeline rank {stage}: {answer}")
+    return [merged(of_stages) for of_stages in zip(*told, strict=True)]
 
 
 def open_door(

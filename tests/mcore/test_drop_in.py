@@ -315,7 +315,7 @@ CASES = {
     "scaled": Case(Model(options={"grad_scale_func": partial(torch.mul, 64.0)}), loss="triple"),
     "bare": Case(Model(ddp=None)),
     "recomputed": Case(Model(options=RECOMPUTED)),
-    "dp 2": Case(layout(dp=2), door="masked"),
+    "dp 2, sharded": Case(replace(layout(dp=2), ddp={"use_distributed_optimizer": True}), door="masked"),
     "dp 2, overlap, per token": Case(
         Model(layout=ParallelLayout(dp=2), options=PER_TOKEN, ddp={"overlap_grad_reduce": True, "bucket_size": 5000}),
         loss="triple",
@@ -374,6 +374,28 @@ def test_steps_can_be_verified(worlds: Worlds, model: Model) -> None:
         assert "linear_fc1" in report["stopped"]
         assert max(report["fell back"]) == 0
         assert report["fallback"] == 1
+
+
+def refused_on_one_stage() -> tuple[str, bool]:
+    """The error of this rank where the last stage's forward step changes the output; whether the next step runs."""
+    framework = Framework(CASES["pp 2"])
+    step = foreign.staged_forward_step
+
+    def changing(loss: str, data: Any, model: Any) -> tuple[Any, Any]:
+        output, loss_func = step(loss, data, model)
+        return (output * 2 if bare_model(framework.chunks[0]).post_process else output), loss_func
+
+    with enable_prefix_reuse(framework.model, prefix_reuse="on"):
+        patch(foreign, "staged_forward_step", changing)
+        error = error_of(framework)
+        restore()
+        return error, bool(framework.ours(0).gradients)
+
+
+def test_what_one_stage_refuses_all_refuse(worlds: Worlds) -> None:
+    for error, went_on in worlds[2].run(refused_on_one_stage, timeout_s=120):
+        assert error.startswith("Pipeline rank 1: The forward step uses the model's output before it returns it (mul)")
+        assert went_on
 
 
 class Sums(Adapter):
