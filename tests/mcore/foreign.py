@@ -18,7 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -46,7 +46,7 @@ class UnusedAttention(MegatronModule):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """How a test's model is built. options: of TransformerConfig. ddp: of DDP; None leaves the model bare."""
+    """How a test's model is built. dtype: float64, or bfloat16. options: of TransformerConfig. ddp: of DDP; None leaves the model bare."""
 
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     num_layers: int = 2
@@ -58,7 +58,8 @@ class Model:
     def build(self) -> list[Any]:
         """Start the session of the layout and build this rank's chunks, wrapped."""
         start_session(self.layout, 7)
-        patch_cross_entropy()
+        if self.dtype == torch.float64:
+            patch_cross_entropy()
         config = TransformerConfig(**cpu_safe(self._keywords()))
         size = self.layout.vpp if self.layout.vpp > 1 else 1
         return [self._wrapped(self._chunk(config, number if size > 1 else None)) for number in range(size)]
@@ -78,6 +79,7 @@ class Model:
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
             "params_dtype": self.dtype,
+            "bf16": self.dtype == torch.bfloat16,
             "pipeline_dtype": self.dtype,
             "tensor_model_parallel_size": layout.tp,
             "pipeline_model_parallel_size": layout.pp,
@@ -116,7 +118,8 @@ class Model:
         if self.ddp is None:
             model.config.finalize_model_grads_func = None
             return model
-        ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(**self.ddp), model)
+        inner = model if self.dtype == torch.float64 else Float16Module(model.config, model)
+        ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(**self.ddp), inner)
         ddp.broadcast_params()
         return ddp
 

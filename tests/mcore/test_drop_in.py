@@ -324,6 +324,7 @@ CASES = {
     "pp 2": Case(layout(pp=2), door="staged"),
     "pp 2, per token": Case(replace(layout(pp=2), options=PER_TOKEN), door="adapter", loss="triple"),
     "pp 2, vpp 2": Case(replace(layout(pp=2, vpp=2), options=OVERLAPPED_P2P), door="staged"),
+    "bf16": Case(Model(dtype=torch.bfloat16, ddp={"grad_reduce_in_fp32": True}), door="masked"),
     "ep 2": Case(replace(layout(dp=2, ep=2), options=MOE), door="masked"),
 }
 
@@ -332,8 +333,10 @@ CASES = {
 def test_gradients_and_results_are_those_of_megatrons_own_schedule(worlds: Worlds, name: str) -> None:
     case = CASES[name]
     for report in worlds[case.model.layout.world_size].run(compare, case, timeout_s=120):
-        assert report["gradients"] < (1e-6 if "ep" in name else 1e-10), report
-        assert report["results"] < (1e-6 if "ep" in name else 1e-10), report
+        # Megatron's router rounds to float32.
+        limit = {"ep 2": 1e-6, "bf16": 0.05}.get(name, 1e-10)
+        assert report["gradients"] < limit, report
+        assert report["results"] < limit, report
         assert report["restored"]
         for got, expected in report["num_tokens"]:
             assert got == expected
