@@ -206,6 +206,8 @@ class _Step:
 
     def run(self) -> list[Any]:
         batch = gather_batch(self._door, self._handle)
+        if self._handle.settings.prefix_reuse == "off":
+            return self._without_sharing(batch)
         plan = self._plan(batch)
         sums = Sums.of(plan, self._handle.groups, self._runner.device)
         if not sums.num_sharing:

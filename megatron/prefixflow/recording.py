@@ -371,6 +371,10 @@ def _packed_bounds(packed: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
     keys = packed.cu_seqlens_kv
     if keys is not None and not np.array_equal(np.diff(_integers(keys)), lengths):
         raise ValueError(f"{where}: cu_seqlens_kv differ from cu_seqlens_q, expected self-attention; {ADAPTER}.")
+    if (lengths < 0).any():
+        raise ValueError(
+            f"{where}: cu_seqlens_q fall from one entry to the next, expected the first places of sequences in order."
+        )
     starts = _integers(bounds)[:-1]
     if (starts[1:] < (starts + lengths)[:-1]).any():
         raise ValueError(

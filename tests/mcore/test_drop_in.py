@@ -60,13 +60,15 @@ class Framework:
         self.data_rank = (
             torch.distributed.get_rank() // (case.model.layout.tp * case.model.layout.cp) % case.model.layout.dp
         )
+        self.group_size = 4
         self._finalize = self.config.finalize_model_grads_func
         self._num_tokens: list[int | None] = []
         if self._finalize is not None:
             self.config.finalize_model_grads_func = self._finalized
 
     def samples(self, step: int) -> list[list[Sample]]:
-        return foreign.split(foreign.samples(step, self.data_rank), NUM_MICROBATCHES)
+        found = foreign.samples(step, self.data_rank, num_groups=12 // self.group_size, group_size=self.group_size)
+        return foreign.split(found, NUM_MICROBATCHES)
 
     def original(self, step: int, **keywords: Any) -> Outcome:
         # Megatron's own attention runs packed sequences on no CPU.
@@ -236,9 +238,14 @@ def other_calls() -> dict[str, bool]:
         checks["timed"] = [e for e in events if "forward-backward" in e] == [events[0], "forward-backward stops"]
         checks["losses timed"] = events.count("forward-compute starts") == events.count("forward-compute stops") == 4
     with enable_prefix_reuse(framework.model, prefix_reuse="off") as handle:
-        checks["nothing shared: the original"] = is_same(framework.ours(0), trained)
+        checks["off: the original"] = is_same(framework.ours(0), trained)
+        checks["off: counted"] = handle.metrics["prefixflow/fallback"] == 1
+    framework.group_size = 1
+    lone = framework.original(0)
+    with enable_prefix_reuse(framework.model) as handle:
+        checks["nothing shared: the original"] = is_same(framework.ours(0), lone)
         checks["nothing shared: counted"] = handle.metrics["prefixflow/fallback"] == 1
-    with enable_prefix_reuse(framework.model, prefix_reuse="off", require_sharing=True):
+    with enable_prefix_reuse(framework.model, require_sharing=True):
         checks["may score without sharing"] = bool(framework.ours(0, **scored).results)
         checks["must share in training"] = "Nothing is shared in this step (12 sequences" in error_of(framework)
     restore()

@@ -115,6 +115,7 @@ def test_masks_and_positions_of_padding_on_the_right_are_read_over() -> None:
         ({"surprise": 1}, "in another way than GPTModel.forward"),
         ({"packed_seq_params": packed((2, 3), (1, 4))}, "leave less room"),
         ({"packed_seq_params": packed((2, 3), (2, 3))}, "expected one row"),
+        ({"packed_seq_params": packed((2, -1), (2, 3))}, "cu_seqlens_q fall"),
         (
             {"labels": LABELS + 1, "loss_mask": None, "training": False},
             "sequence 0: labels are not the tokens that follow",
