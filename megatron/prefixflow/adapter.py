@@ -49,6 +49,10 @@ class MicrobatchAdapter(Protocol):
     """Reads a framework's microbatches and calls its loss.
 
     needs_entropy: whether the loss reads entropies.
+
+    An adapter may also have `loss_calls(microbatch) -> Sequence[Any]`, parts of a microbatch with losses of their own, which then
+    stand for microbatches below; and `keep_routes(routes)`, called after a pass with the routes that were taken,
+    routes[chunk][sequence] int16 [n-1, MoE layers of the model chunk, top-k].
     """
 
     needs_entropy: bool

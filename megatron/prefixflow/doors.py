@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,6 +32,7 @@ from megatron.prefixflow.recording import (
 )
 
 LossFunction = Callable[..., Any]
+KeepRoutes = Callable[[Sequence[Sequence[np.ndarray]]], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,11 +52,13 @@ class Door(Protocol):
 
     needs_entropy: whether a loss reads entropies. num_tokens: of the largest microbatch, as the framework runs it.
     loss_calls: on every rank of a model the same sequences; `forward` works on the last stage.
+    keep_routes: takes the routes of a pass, by model chunk of this rank and sequence; None does not want them.
     """
 
     needs_entropy: bool
     num_tokens: int
     loss_calls: tuple[LossCall, ...]
+    keep_routes: KeepRoutes | None
 
     def again(self) -> tuple[Callable[..., Any], Any]:
         """Forward step and data iterators that hand Megatron's schedules these microbatches; may be asked several times."""
@@ -100,6 +104,7 @@ class AdapterDoor:
                 "all of them the data."
             )
         self.needs_entropy = adapter.needs_entropy
+        self.keep_routes = getattr(adapter, "keep_routes", None)
         self._adapter = adapter
         self._forward_step_func = forward_step_func
         self._chunks = chunks
@@ -150,6 +155,7 @@ class RecordingDoor:
                 f"forward_backward: with context parallelism each rank's forward step sees a part of each sequence; {ADAPTER}."
             )
         self.needs_entropy = False
+        self.keep_routes: KeepRoutes | None = None
         self._chunks = chunks
         self._device = device
         self._recordings: list[tuple[Recording, ...]] = []

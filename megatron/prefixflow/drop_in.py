@@ -31,7 +31,8 @@ from megatron.prefixflow.attach import PrefixReuseHandle, handle_of
 from megatron.prefixflow.doors import Chunks, Door, open_door
 from megatron.prefixflow.groups import Groups, process_group_collection
 from megatron.prefixflow.loss_contract import LossContract
-from megatron.prefixflow.routing import RoutingReplay
+from megatron.prefixflow.recorded import recorded_routes
+from megatron.prefixflow.routing import RouteStore, RoutingReplay
 from megatron.prefixflow.verify import Snapshot, compare_gradients, copied, summed_gradients
 from prefixflow.plan.plan import Plan
 from prefixflow.runtime.called import CalledObjective
@@ -222,7 +223,8 @@ class _Step:
         return results
 
     def _plan(self, batch: Batch) -> Plan:
-        self._runner.routing_replay = RoutingReplay.ROLLOUT if batch.has_routes else RoutingReplay.OFF
+        recording = RoutingReplay.OFF if self._door.keep_routes is None else RoutingReplay.RECORD
+        self._runner.routing_replay = RoutingReplay.ROLLOUT if batch.has_routes else recording
         return self._runner.plan_calls(
             batch.trajectories,
             self._handle.plan_config(batch.num_tokens, with_routes=batch.has_routes),
@@ -274,9 +276,10 @@ class _Step:
             collect_non_loss_data=self._schedule.collect_non_loss_data,
         )
         place_of = {number: place for place, number in enumerate(batch.calls)}
+        own = [i for i, rank in enumerate(batch.placement) if rank == groups.data_rank]
         objective = CalledObjective(
             batch.trajectories,
-            [i for i, rank in enumerate(batch.placement) if rank == groups.data_rank],
+            own,
             batch.joint,
             lambda number, logprobs, entropies: losses(place_of[number], logprobs, entropies),
             vocab_size=runner.vocab_size,
@@ -285,7 +288,10 @@ class _Step:
             needs_entropy=self._door.needs_entropy,
             training=self._training,
         )
-        runner.run(plan, batch.trajectories, objective, training=self._training)
+        store = None if self._door.keep_routes is None else RouteStore()
+        runner.run(plan, batch.trajectories, objective, training=self._training, routes=store)
+        if store is not None and self._door.keep_routes is not None:
+            self._door.keep_routes([[chunk[i] for i in own] for chunk in recorded_routes(runner, plan, own, store)])
         if runner.has_head:
             losses.call_those_without_sequences()
         return losses

@@ -20,16 +20,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.device import get_device_id
-from verl.utils.megatron.router_replay_patch import RouterReplay, RouterReplayAction
+from verl.utils.megatron.router_replay_patch import RouterReplay
+from verl.utils.megatron.router_replay_patch import RouterReplayAction as Action
 from verl.utils.megatron.router_replay_utils import is_moe_layer
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.megatron import transformer_impl
@@ -58,7 +61,7 @@ class VerlAdapter:
     """Reads verl's microbatches and calls its loss (a `MicrobatchAdapter`).
 
     engine: whose methods say what a loss is. loss_function: verl's, or None in a pass that only scores.
-    replays (attribute): whether the batch says how it is routed.
+    action (attribute): of verl's own routers in this pass, None without replay of routes.
     """
 
     def __init__(
@@ -68,11 +71,17 @@ class VerlAdapter:
         self._loss_function = loss_function
         self._forward_only = forward_only
         self._is_split = splits_into_samples(loss_function, data)
-        self.replays: bool = tu.get_non_tensor_data(data, key="enable_routing_replay", default=False)
+        is_routed = tu.get_non_tensor_data(data, key="enable_routing_replay", default=False)
+        records = is_routed and data.get("routed_experts", None) is None
+        # What verl sets its own routers to.
+        self.action = None if not is_routed else (Action.RECORD if records else Action.REPLAY_FORWARD)
+        self.keep_routes = self._keep_routes if records else None
+        self._num_samples: list[int] = []
         self.needs_entropy: bool = tu.get_non_tensor_data(data, key="calculate_entropy", default=False)
 
     def loss_calls(self, microbatch: TensorDict) -> Sequence[TensorDict]:
         """The samples of a microbatch one by one, or all in one call."""
+        self._num_samples.append(len(microbatch))
         return tu.chunk_tensordict(microbatch, len(microbatch)) if self._is_split else [microbatch]
 
     def sequences(self, call: TensorDict) -> list[SequenceInput]:
@@ -103,9 +112,27 @@ class VerlAdapter:
         # verl reports a context-parallel share, rounded down; here a call is of whole sequences on every rank.
         return result[0], self._engine._routed_num_tokens(call).to(result[1]), result[2]
 
+    def _keep_routes(self, routes: Sequence[Sequence[np.ndarray]]) -> None:
+        """Leave routes where verl's own forward steps leave them, one entry for each of them in the order of its schedule."""
+        of_chunks = [self._by_microbatch(of_chunk) for of_chunk in routes]
+        order = [(number, 0) for number in range(len(self._num_samples))]
+        if len(of_chunks) > 1:
+            group_size = self._engine.tf_config.microbatch_group_size_per_vp_stage
+            order = get_schedule_table(len(self._num_samples), len(of_chunks), group_size)
+        self._engine.mini_layer_topk_idx_list += [of_chunks[chunk][number] for number, chunk in order]
+
+    def _by_microbatch(self, routes: Sequence[np.ndarray]) -> list[Tensor]:
+        """Jagged [samples, tokens, layers, top-k] of each microbatch. The last token of a sample is not run; verl has a row for it."""
+        rows = []
+        for taken in routes:
+            last = np.broadcast_to(np.arange(taken.shape[2], dtype=taken.dtype), (1, *taken.shape[1:]))
+            rows.append(torch.from_numpy(np.concatenate([taken, last])).to(get_device_id()))
+        starts = np.cumsum([0, *self._num_samples])
+        return [torch.nested.as_nested_tensor(rows[a:b], layout=torch.jagged) for a, b in pairwise(starts)]
+
     def _routes(self, data: TensorDict, lengths: Sequence[int]) -> list[np.ndarray | None]:
         """[tokens - 1, moe layers, top-k] of each sample, None where the experts choose natively."""
-        if not self.replays:
+        if self.action is not Action.REPLAY_FORWARD:
             return [None] * len(lengths)
         routes = [rows[: n - 1].cpu().numpy() for rows, n in zip(data["routed_experts"].unbind(), lengths, strict=True)]
         config = self._engine.tf_config
@@ -140,9 +167,7 @@ class PrefixReuseEngine(MegatronEngineWithLMHead):
         """As verl's own, with `prefixflow/...` among the metrics; the rows after a sample's last token read 0."""
         _refuse_batch(data)
         data = _with_jagged_inputs(data)
-        if self._records_routes(data, forward_only):
-            # The recorder reads what verl's own forward leaves in its routers.
-            return super().forward_backward_batch(data, loss_function, forward_only)
+        self._check_routes(data, forward_only)
         adapter = VerlAdapter(self, data, loss_function, forward_only)
         with _schedule(partial(_run, adapter)):
             output = super().forward_backward_batch(data, loss_function, forward_only)
@@ -150,14 +175,11 @@ class PrefixReuseEngine(MegatronEngineWithLMHead):
             output["metrics"].update({name: [value] for name, value in self.reuse.metrics.items()})
         return output
 
-    def _records_routes(self, data: TensorDict, forward_only: bool) -> bool:
-        if not tu.get_non_tensor_data(data, key="enable_routing_replay", default=False):
-            return False
-        if data.get("routed_experts", None) is not None:
-            return False
+    def _check_routes(self, data: TensorDict, forward_only: bool) -> None:
+        is_routed = tu.get_non_tensor_data(data, key="enable_routing_replay", default=False)
         mode = self.engine_config.router_replay.mode
-        if forward_only and mode == "R2":
-            return True
+        if not is_routed or data.get("routed_experts", None) is not None or (forward_only and mode == "R2"):
+            return
         raise ValueError(
             f"The batch is to be routed by replay (router_replay.mode {mode}) but holds no routed_experts. Under R2 the "
             "old-policy pass records them and its result has to be merged into the batch; under R3 they come with the rollout."
@@ -166,19 +188,19 @@ class PrefixReuseEngine(MegatronEngineWithLMHead):
 
 def _run(adapter: VerlAdapter, *, forward_step_func: Callable[..., Any], **arguments: Any) -> list[Any]:
     """The schedule that verl gets. Its own replay of routes goes by its own forwards, and is off until the first of them."""
-    if adapter.replays:
+    if adapter.action is not None:
         RouterReplay.clear_global_router_replay_action()
-        forward_step_func = _resuming_replay(forward_step_func)
+        forward_step_func = _resuming(adapter.action, forward_step_func)
     return forward_backward(forward_step_func=forward_step_func, adapter=adapter, **arguments)
 
 
-def _resuming_replay(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+def _resuming(action: Action, forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
     is_on = False
 
     def forward_step(*args: Any) -> Any:
         nonlocal is_on
         if not is_on:
-            RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            RouterReplay.set_global_router_replay_action(action)
             is_on = True
         return forward_step_func(*args)
 

@@ -32,7 +32,7 @@ class Case:
     """One comparison.
 
     model: kind of `models.KINDS`. batch: what `verl_batch` takes beside samples and ranks. loss: fields of the actor's
-    configuration. multiple: all lengths are multiples of it. routes: of the rollout, random (R3).
+    configuration. multiple: all lengths are multiples of it.
     """
 
     model: str = "qwen2"
@@ -46,23 +46,39 @@ class Case:
 
 @dataclass
 class Step:
-    """What a step left on this rank. logprobs, entropy: [tokens - 1] of each sample, empty where there is no head."""
+    """What a step left on this rank. logprobs, entropy: [tokens - 1] of each sample, empty where there is no head.
+
+    scored, routes: of the old-policy pass before it, and its fallback counter.
+    """
 
     logprobs: list[Tensor]
     entropy: list[Tensor]
     scored: list[Tensor]
+    routes: list[Tensor]
+    scored_fallback: float
     loss: float
     grad_norm: float
     gradients: dict[str, Tensor]
     metrics: dict[str, Any]
 
 
+def loss_and_norm(folders: Mapping[str, Path], case: Case, vendor: str | None) -> tuple[float, float]:
+    """Of the last step on this rank."""
+    step = run(folders[case.model], case, samples_of(case), vendor)[-1]
+    return step.loss, step.grad_norm
+
+
+def samples_of(case: Case) -> Samples:
+    return make_samples(3, 4, prompt=24, response=10, vocab_size=96, seed=case.seed, multiple=case.multiple)
+
+
 def compare(folders: Mapping[str, Path], case: Case) -> dict[str, float]:
     """Largest differences on this rank between verl's own engine and ours, and our counters of the last step.
 
-    `logprobs`, `entropy`, `scored` (old-policy pass) are absolute, `loss`, `grad_norm`, `gradient` relative.
+    `logprobs`, `entropy`, and of the old-policy pass `scored` and `routes`, are absolute, `loss`, `grad_norm`, `gradient`
+    relative; `scored_fallback` is 1 where that pass was verl's own.
     """
-    samples = make_samples(3, 4, prompt=24, response=10, vocab_size=96, seed=case.seed, multiple=case.multiple)
+    samples = samples_of(case)
     expected = run(folders[case.model], case, samples, None)
     ours = run(folders[case.model], case, samples, "prefixflow")
     errors = [_errors(a, b) for a, b in zip(ours, expected, strict=True)]
@@ -103,7 +119,7 @@ def worker_update(folder: Path, vendor: str | None) -> dict[str, Any]:
 
     restart_model_parallelism()
     os.environ.update(WORLD_SIZE="1", RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    samples = make_samples(3, 4, prompt=24, response=10, vocab_size=96, seed=1)
+    samples = samples_of(Case())
     batch = verl_batch(samples, 0, 1, use_dynamic_bsz=True, max_token_len_per_gpu=100)
     tu.assign_non_tensor(batch, global_token_num=tu.NonTensorData([len(t) for t in samples.tokens]))
     with environment(vendor), contextlib.redirect_stdout(io.StringIO()):
@@ -172,6 +188,8 @@ def _train(engine: Any, batch: Any, loss: Any, scored: dict[str, Any]) -> Step:
         logprobs=_rows(outputs.get("log_probs")),
         entropy=_rows(outputs.get("entropy")),
         scored=_rows(scored.get("model_output", {}).get("log_probs")),
+        routes=_rows(scored.get("model_output", {}).get("routed_experts")),
+        scored_fallback=scored.get("metrics", {}).get("prefixflow/fallback", [0.0])[0],
         loss=float(np.sum(output.get("loss", 0.0))),
         grad_norm=grad_norm,
         gradients=found,
@@ -197,7 +215,8 @@ def _rows(jagged: Tensor | None) -> list[Tensor]:
 
 def _errors(ours: Step, expected: Step) -> dict[str, float]:
     return {
-        **{name: _rows_error(ours, expected, name) for name in ("logprobs", "entropy", "scored")},
+        **{name: _rows_error(ours, expected, name) for name in ("logprobs", "entropy", "scored", "routes")},
+        "scored_fallback": ours.scored_fallback,
         "loss": abs(ours.loss - expected.loss) / max(abs(expected.loss), 1e-3),
         "grad_norm": abs(ours.grad_norm - expected.grad_norm) / expected.grad_norm,
         "gradient": gradient_error(ours.gradients, expected.gradients),

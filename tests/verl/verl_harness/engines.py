@@ -25,15 +25,14 @@ class Layout:
     vpp: int | None = None
     cp: int = 1
     ep: int = 1
+    etp: int = 1
     transformer: Mapping[str, Any] = field(default_factory=dict)
     replay: str = "disabled"
     is_distributed: bool = True
     ours: Mapping[str, Any] = field(default_factory=dict)
 
 
-def build(
-    folder: Path, layout: Layout, vendor: str | None, *, forward_only: bool = False, is_first: bool = True
-) -> Any:
+def build(folder: Path, layout: Layout, vendor: str | None, *, is_first: bool = True) -> Any:
     """An initialised engine: verl's own (vendor None) or the one registered for a vendor.
 
     is_first: start model parallelism anew; else it is shared with the engines that are there, in the same layout.
@@ -44,7 +43,7 @@ def build(
 
     if is_first:
         restart_model_parallelism()
-    configs = engine_configs(folder, layout, vendor, forward_only=forward_only)
+    configs = engine_configs(folder, layout, vendor)
     with environment(vendor):
         engine_class = EngineRegistry.get_engine_cls("language_model", "megatron")
     with contextlib.redirect_stdout(io.StringIO()):
@@ -66,9 +65,7 @@ def restart_model_parallelism() -> None:
         destroy_subgroups()
 
 
-def engine_configs(
-    folder: Path, layout: Layout, vendor: str | None = None, *, forward_only: bool = False
-) -> dict[str, Any]:
+def engine_configs(folder: Path, layout: Layout, vendor: str | None = None) -> dict[str, Any]:
     """The configurations that an engine is made of; a user of ours adds the external library, and settings where wanted."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
@@ -80,10 +77,9 @@ def engine_configs(
         virtual_pipeline_model_parallel_size=layout.vpp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=layout.etp,
         use_distributed_optimizer=layout.is_distributed,
         vanilla_mbridge=True,
-        forward_only=forward_only,
         override_transformer_config=dict(layout.transformer),
         override_mcore_model_config={"prefixflow": dict(layout.ours)} if layout.ours else {},
         router_replay=EngineRouterReplayConfig(mode=layout.replay),
