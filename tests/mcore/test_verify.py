@@ -239,3 +239,14 @@ def test_a_trajectory_that_is_scored_otherwise_is_named() -> None:
     # Rounding of single logits is allowed in bfloat16.
     assert found(replace(far, loss=1.1), torch.bfloat16) == ()
     assert "'g0-0' differ by inf" in found(wild, torch.bfloat16)[0]
+
+
+def test_a_dense_run_beyond_the_memory_budget_is_refused_before_the_start(file: Path) -> None:
+    from megatron.prefixflow.job import prepare
+
+    line = arguments(file, "--max-tokens", "64", "--memory-budget-gib", "0.046")
+    assert prepare(line, 1).memory is not None
+    with pytest.raises(
+        ValueError, match=r"--verify-steps: a step cannot be run dense\. --memory-budget-gib: the step needs"
+    ):
+        prepare([*line, "--verify-steps", "1"], 1)
