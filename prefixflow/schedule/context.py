@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from prefixflow.plan.context import ContextKV
 from prefixflow.plan.plan import PlanConfig
-from prefixflow.schedule.fit import AUTO, Fit, fit_plan
+from prefixflow.schedule.fit import AUTO, Fit, fit_plan, least_kept_bytes
 from prefixflow.schedule.memory import MemoryModel
 from prefixflow.schedule.residency import GIB, ActivationPolicy, HostLink
 from prefixflow.trajectories.types import Trajectory
@@ -67,12 +67,15 @@ def fit_with_context(
         choice = unfitted_choice(wanted)
         return fit(choice.kv, policies), choice
     budget = f"the budget of {budget_bytes / GIB:.4g} GiB"
-    try:
-        return fit(ContextKV.GATHER, (ActivationPolicy.KEEP,)), ContextKVChoice(
-            ContextKV.GATHER, f"moves least, and fits {budget}"
-        )
-    except ValueError:
-        pass
+    gathered = replace(memory, context_kv=ContextKV.GATHER)
+    # Long prefixes make small microbatches dear to plan: what cannot fit under any token budget is not tried.
+    if kv_budget_bytes is not None or least_kept_bytes(trajectories, config, gathered, omit) <= budget_bytes:
+        try:
+            return fit(ContextKV.GATHER, (ActivationPolicy.KEEP,)), ContextKVChoice(
+                ContextKV.GATHER, f"moves least, and fits {budget}"
+            )
+        except ValueError:
+            pass
     try:
         return fit(ContextKV.RING, policies), ContextKVChoice(
             ContextKV.RING, f"gathered K/V, all kept on the device, exceed {budget}"

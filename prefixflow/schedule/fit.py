@@ -23,6 +23,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from prefixflow.plan.batch import segment_row_counts
 from prefixflow.plan.plan import Plan, PlanConfig
 from prefixflow.schedule.memory import MemoryModel, Phase
@@ -172,6 +174,30 @@ def fit_plan(
             "token budget; give a larger one, or leave it out."
         )
     raise ValueError(_refusal(least, memory, budget_bytes))
+
+
+def least_kept_bytes(
+    trajectories: Sequence[Trajectory], config: PlanConfig, memory: MemoryModel, omit: Collection[int] = ()
+) -> int:
+    """A lower bound of the largest peak where everything is kept on the device, under every token budget that `fit_plan` tries.
+
+    Found without planning: when the last trained position of the longest trajectory runs backward on a stage, K/V, gK/gV and the
+    layers' inputs of all that comes before it are on the device, but for what its own microbatch holds.
+    """
+    kept = (np.flatnonzero(t.loss_mask) for i, t in enumerate(trajectories) if i not in omit)
+    longest = max((int(trained[-1]) for trained in kept if trained.size), default=0)
+    num_cached = max(0, longest - config.max_tokens_per_microbatch)
+    layer_bytes = sum(
+        num_bytes * memory.pipeline_parallel // memory.shape.num_layers
+        for num_bytes in (memory.kv_bytes_per_token, memory.kv_gradient_bytes_per_token)
+    )
+    input_bytes = memory.shape.hidden_size * memory.element_bytes
+    of_layer = num_cached * layer_bytes + num_cached // (memory.context_parallel * memory.sequence_split) * input_bytes
+    return max(
+        sum(memory.state(rank).values()) + memory.layers(stage) * of_layer
+        for rank in range(memory.pipeline_parallel)
+        for stage in memory.stages(rank)
+    )
 
 
 def _plans(config: PlanConfig, plan_for: Callable[[PlanConfig], Plan]) -> Iterator[Plan]:

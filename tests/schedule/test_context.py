@@ -10,11 +10,13 @@ from prefixflow.plan.context import ContextKV
 from prefixflow.plan.plan import Plan, PlanConfig, build_plan
 from prefixflow.plan.shapes import ModelShape
 from prefixflow.schedule.context import ContextKVChoice, fit_with_context, unfitted_choice
-from prefixflow.schedule.fit import SMALLEST_TOKEN_BUDGET
-from prefixflow.schedule.memory import MemoryModel
+from prefixflow.schedule.fit import SMALLEST_TOKEN_BUDGET, Judge, MemoryChoice, least_kept_bytes
+from prefixflow.schedule.memory import MemoryModel, Recompute
 from prefixflow.schedule.ops import Kind
 from prefixflow.schedule.peak import peak_bytes
+from prefixflow.schedule.residency import ActivationPolicy
 from prefixflow.schedule.search import rank_table
+from prefixflow.testing.generate import two_level_groups
 from tests.plan.groups import batch_of
 
 GATHER = MemoryModel(ModelShape.from_name("tiny"), context_parallel=4)
@@ -57,3 +59,35 @@ def test_auto_gathers_while_that_fits() -> None:
     assert choice_of(2 * gathered, ContextKV.RING).kv is ContextKV.RING
     with pytest.raises(ValueError, match="--memory-budget-gib"):
         choice_of(GATHER.state_bytes)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("recompute", Recompute)
+def test_the_bound_of_what_is_kept_is_one(pp: int, recompute: Recompute) -> None:
+    memory = replace(GATHER, pipeline_parallel=pp, recompute=recompute)
+    for prefix_tokens in (SUFFIX, PREFIX):
+        batch = two_level_groups(1, 3, prefix_tokens, (5, 20), seed=pp)
+        config = replace(CONFIG, pipeline_size=pp)
+        fit = Judge(batch, memory).fit(build_plan(batch, config), MemoryChoice())
+        assert fit is not None
+        assert memory.state_bytes <= least_kept_bytes(batch, config, memory) <= fit.largest_bytes
+    assert least_kept_bytes(batch, config, memory) > memory.state_bytes
+
+
+def test_what_cannot_fit_is_not_tried_and_the_choice_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of the search that tries everything."""
+    memory = replace(GATHER, recompute=Recompute.FULL)
+    kinds = []
+    for seed in range(3):
+        batch = two_level_groups(1, 3, (800, 1500), (5, 20), seed=seed)
+        least = least_kept_bytes(batch, CONFIG, memory)
+        for budget_bytes in (least - 1, 2 * least - memory.state_bytes):
+            choices = []
+            for bound in (least_kept_bytes, lambda *args: 0):
+                monkeypatch.setattr("prefixflow.schedule.context.least_kept_bytes", bound)
+                keep = (ActivationPolicy.KEEP,)
+                choices.append(fit_with_context(batch, CONFIG, memory, budget_bytes, None, policies=keep))
+            assert choices[0] == choices[1]
+            kinds.append(choices[0][1].kv)
+    assert kinds[::2] == [ContextKV.RING] * 3
+    assert ContextKV.GATHER in kinds
