@@ -22,7 +22,7 @@ from prefixflow.ranges import Range
 from prefixflow.runtime.attention.function import Inject, Operation, Root
 from prefixflow.runtime.attention.kernels import AtenCpuKernel
 from prefixflow.runtime.cache import KVCache
-from prefixflow.runtime.objective import Entries, Objective, logical_normalizer
+from prefixflow.runtime.objective import Entries, ScoredEntries, logical_normalizer
 from prefixflow.runtime.world import Worlds
 from prefixflow.schedule.residency import Part
 from tests.mcore.faults import Setup, on_restore, patch, restore
@@ -201,14 +201,14 @@ def old_logprobs_of_another_trajectory() -> None:
 
 
 def only_one_branch_of_a_shared_row_counts() -> None:
-    gradients = Objective.row_gradients
+    gradients = ScoredEntries.row_gradients
 
     def mutant(self, entry_index, entry_row, num_rows):
         made = gradients(self, entry_index, entry_row, num_rows)
         made.logprobs[entry_row] = self._grad_logprobs[entry_index]
         return made
 
-    patch(Objective, "row_gradients", mutant)
+    patch(ScoredEntries, "row_gradients", mutant)
 
 
 def gradients_are_reduced_twice() -> None:
