@@ -90,14 +90,15 @@ class CalledObjective(ScoredEntries):
     def _differentiate(
         self, number: int, members: Sequence[int], loss: Tensor, logprobs: list[Tensor], entropies: list[Tensor] | None
     ) -> None:
-        gradients = torch.autograd.grad(loss, [*logprobs, *(entropies or ())], allow_unused=True)
-        for k, gradient in zip(members, gradients, strict=False):
-            self._keep(self._grad_logprobs, k, gradient)
-        of_entropies = gradients[len(members) :]
-        self._made[number] = any(gradient is not None for gradient in of_entropies)
-        if self._grad_entropy is not None:
-            for k, gradient in zip(members, of_entropies, strict=True):
-                self._keep(self._grad_entropy, k, gradient)
+        # Not only of the leaves: parameters of the loss itself accumulate theirs, as in any backward.
+        loss.backward()
+        for k, leaf in zip(members, logprobs, strict=True):
+            self._keep(self._grad_logprobs, k, leaf.grad)
+        if entropies is None or self._grad_entropy is None:
+            return
+        self._made[number] = any(leaf.grad is not None for leaf in entropies)
+        for k, leaf in zip(members, entropies, strict=True):
+            self._keep(self._grad_entropy, k, leaf.grad)
 
     def _leaf(self, values: Tensor, k: int) -> Tensor:
         """Entries of the k-th chosen trajectory, spread over its tokens, [n]."""

@@ -97,6 +97,14 @@ def test_what_a_loss_does_not_read_has_no_gradient() -> None:
     assert gradients == {pair: (1.0 if pair[0] == 0 else 0.0, None) for pair in LOGPROBS}
 
 
+def test_parameters_of_the_loss_get_their_gradient() -> None:
+    """A baseline or a normaliser that is learned with the loss."""
+    own = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    gradients = run(called(lambda _, x, entropies: own * torch.cat(x).sum()))
+    assert gradients == dict.fromkeys(LOGPROBS, (2.0, None))
+    assert own.grad == sum(LOGPROBS.values())
+
+
 def test_a_pass_that_only_scores_calls_at_its_end_without_gradients() -> None:
     calls: list[int] = []
 
