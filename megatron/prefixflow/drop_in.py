@@ -214,13 +214,8 @@ class _Step:
         if not sums.num_sharing:
             return self._without_sharing(batch)
         self._handle.metrics = _metrics(sums, fallback=False)
-        timers = self._config.timers
-        if timers is not None:
-            timers("forward-backward", log_level=1).start(barrier=self._config.barrier_with_L1_time)
-        results = self._train(plan, batch) if self._training else self._score(plan, batch)
-        if timers is not None:
-            timers("forward-backward").stop()
-        return results
+        with _timed(self._config):
+            return self._train(plan, batch) if self._training else self._score(plan, batch)
 
     def _plan(self, batch: Batch) -> Plan:
         recording = RoutingReplay.OFF if self._door.keep_routes is None else RoutingReplay.RECORD
@@ -379,6 +374,19 @@ def _trajectory(sequence: SequenceInput, number: int) -> Trajectory:
         temperature=sequence.temperature,
         routes=sequence.routes,
     )
+
+
+@contextlib.contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """By Megatron's own timer of a step, which an error must not leave running: it could not be started again."""
+    if config.timers is None:
+        yield
+        return
+    config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    try:
+        yield
+    finally:
+        config.timers("forward-backward").stop()
 
 
 @contextlib.contextmanager

@@ -68,18 +68,24 @@ class LossContract:
         store: list[Any] = []
         if self._config.timers is not None:
             self._config.timers("forward-compute", log_level=2).start()
-        loss, num_tokens = forward_step_calc_loss(
-            None,
-            output,
-            measured,
-            self._config,
-            None,
-            self._collects,
-            self._num_microbatches,
-            store,
-            cp_group_size=self._context_size,
-            is_last_stage=True,
-        )
+        try:
+            loss, num_tokens = forward_step_calc_loss(
+                None,
+                output,
+                measured,
+                self._config,
+                None,
+                self._collects,
+                self._num_microbatches,
+                store,
+                cp_group_size=self._context_size,
+                is_last_stage=True,
+            )
+        except BaseException:
+            # Megatron stops it after the loss; running, it could not be started again.
+            if self._config.timers is not None:
+                self._config.timers("forward-compute").stop()
+            raise
         (self._results[number],) = store
         self.num_tokens += num_tokens
         if not self._training:

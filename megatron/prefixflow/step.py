@@ -95,11 +95,7 @@ class StepRunner:
         parameter = next(self.chunks[0].parameters())
         self.parameter_dtype = parameter.dtype
         self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        self.arena = HostArena()
-        self._kv_bytes = DeviceBytes()
-        self.caches = tuple(
-            KVCache(self.arena, self._kv_bytes, prefetches=torch_device().type == "cuda") for _ in self.chunks
-        )
+        self._begin_empty()
         self.parallel = ContextParallel(groups.context) if groups.context.size() > 1 else None
         self.num_computed_tokens = 0
         self.num_recomputed = 0
@@ -218,11 +214,24 @@ class StepRunner:
     ) -> None:
         """Run this rank's part of `plan` under `objective`, of its trajectories: forward and backward, or forward only without
         graphs. Gradients are not yet reduced. It talks to the ranks of its model and those it exchanges tokens with, to no others.
+
+        What a pass that fails has left in caches and host memory is let go, so that another one can be run; gradients stay as
+        far as it came.
         """
-        with nullcontext() if training else torch.no_grad():
-            self._run(plan, trajectories, objective, training=training, store=routes)
-            if self.has_head:
-                objective.finish()
+        try:
+            with nullcontext() if training else torch.no_grad():
+                self._run(plan, trajectories, objective, training=training, store=routes)
+                if self.has_head:
+                    objective.finish()
+        except BaseException:
+            self._begin_empty()
+            raise
+
+    def _begin_empty(self) -> None:
+        self.arena = HostArena()
+        self._kv_bytes = DeviceBytes()
+        prefetches = torch_device().type == "cuda"
+        self.caches = tuple(KVCache(self.arena, self._kv_bytes, prefetches=prefetches) for _ in self.chunks)
 
     def _run(
         self,

@@ -205,15 +205,19 @@ class Timers:
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        self.running: set[str] = set()
 
     def __call__(self, name: str, log_level: int = 0) -> Timers:
         self._name = name
         return self
 
     def start(self, barrier: bool = False) -> None:
+        assert self._name not in self.running, "timer has already been started"
+        self.running.add(self._name)
         self.events.append(f"{self._name} starts")
 
     def stop(self) -> None:
+        self.running.remove(self._name)
         self.events.append(f"{self._name} stops")
 
 
@@ -258,6 +262,35 @@ def error_of(framework: Framework) -> str:
     except (ValueError, RuntimeError) as error:
         return str(error)
     return ""
+
+
+def after_an_error() -> dict[str, bool]:
+    """A loss fails in the middle of a step whose activations and K/V lie on the host; the step after it."""
+    ddp = {"overlap_grad_reduce": True, "bucket_size": 5000}
+    framework = Framework(Case(Model(ddp=ddp), door="adapter"))
+    expected = framework.original(1)
+    framework.config.timers = Timers()
+    calls = []
+
+    def failing(losses: Tensor, weights: Tensor) -> Tensor:
+        calls.append(losses)
+        if len(calls) == 3:
+            raise RuntimeError("this loss is not to be had")
+        return foreign_loss(losses, weights)
+
+    foreign_loss = foreign.joint_loss
+    with enable_prefix_reuse(framework.model, prefix_reuse="on", prefix_memory="offload") as handle:
+        patch(foreign, "joint_loss", failing)
+        checks = {"the loss's own error": error_of(framework) == "this loss is not to be had"}
+        patch(foreign, "joint_loss", foreign_loss)
+        got = framework.ours(1)
+        checks["right after it"] = difference(got.gradients, expected.gradients) < 1e-10
+        checks["by reuse"] = handle.metrics["prefixflow/fallback"] == 0
+        checks["no timer runs"] = not framework.config.timers.running
+    framework.config.timers = None
+    checks["and without reuse"] = is_same(framework.original(1), expected)
+    restore()
+    return checks
 
 
 def wrong_gradient() -> None:
@@ -366,6 +399,11 @@ def test_ranks_that_share_sequences_call_the_loss_on_whole_ones(worlds: Worlds, 
 
 def test_scoring_and_steps_that_share_nothing(worlds: Worlds) -> None:
     (checks,) = worlds[1].run(other_calls, timeout_s=120)
+    assert all(checks.values()), checks
+
+
+def test_a_step_after_an_error_is_right(worlds: Worlds) -> None:
+    (checks,) = worlds[1].run(after_an_error, timeout_s=120)
     assert all(checks.values()), checks
 
 
