@@ -31,7 +31,7 @@ from megatron.prefixflow.attach import PrefixReuseHandle, handle_of
 from megatron.prefixflow.doors import Chunks, Door, open_door
 from megatron.prefixflow.groups import Groups, process_group_collection
 from megatron.prefixflow.loss_contract import LossContract
-from megatron.prefixflow.recorded import recorded_routes
+from megatron.prefixflow.recorded_routes import recorded_routes
 from megatron.prefixflow.routing import RouteStore, RoutingReplay
 from megatron.prefixflow.verify import Snapshot, compare_gradients, copied, summed_gradients
 from prefixflow.plan.plan import Plan
@@ -329,7 +329,7 @@ def gather_batch(door: Door, handle: PrefixReuseHandle) -> Batch:
     groups = handle.groups
     own = ([call.sequences for call in door.loss_calls], door.num_tokens)
     of_ranks = {groups.data_rank: own}
-    if handle.plan_config(door.num_tokens).expert_block > 1:
+    if handle.expert_block > 1:
         is_first = groups.tensor_rank == groups.context_rank == groups.pipeline_rank == 0
         told: list[Any] = [None] * handle.planning_group.size()
         dist.all_gather_object(told, (groups.data_rank, own) if is_first else None, group=handle.planning_group)

@@ -82,7 +82,9 @@ def build_table(
 ) -> OpTable:
     """Training table of `num_ranks` pipeline ranks with `num_chunks` model chunks each.
 
-    after: of each microbatch, how many must have run forward on the last stage before its backward; empty for none. Default policy: lazy for one rank, else windowed over the next 3p/4 backwards (at least 2), 3pv with v > 1 chunks. Raises
+    after: of each microbatch, how many must have run forward on the last stage before its backward; empty for none.
+
+    Default policy: lazy for one rank, else windowed over the next 3p/4 backwards (at least 2), 3pv with v > 1 chunks. Raises
     ValueError when several chunks are asked for and the number of microbatches is not a multiple of `num_ranks`.
     """
     orders = _virtual_orders(reads, num_ranks, num_chunks, after)

@@ -20,8 +20,8 @@ def recorded_routes(
 ) -> list[dict[int, np.ndarray]]:
     """Of each model chunk of this rank: trajectory to routes [positions, MoE layers of the chunk, top-k], int16.
 
-    trajectories: all that this data-parallel rank has. store: filled by a pass of `runner` over `plan`. Collective over tensor- and context-parallel ranks, which hold parts of the
-    rows of a microbatch.
+    trajectories: all that this data-parallel rank has. store: filled by a pass of `runner` over `plan`. Collective over tensor- and
+    context-parallel ranks, which hold parts of the rows of a microbatch.
     """
     kept = [store.chunk(number, plan.digest) for number in range(len(runner.chunks))]
     return [_of_chunk(runner, plan, trajectories, number, of_chunk) for number, of_chunk in enumerate(kept)]
