@@ -271,7 +271,7 @@ class _Step:
             collect_non_loss_data=self._schedule.collect_non_loss_data,
         )
         place_of = {number: place for place, number in enumerate(batch.calls)}
-        own = [i for i, rank in enumerate(batch.placement) if rank == groups.data_rank]
+        own = [i for i, call in enumerate(batch.joint) if call in place_of]
         objective = CalledObjective(
             batch.trajectories,
             own,
@@ -351,6 +351,10 @@ def _batch_of(of_ranks: Mapping[int, tuple[list[tuple[SequenceInput, ...]], int]
             placement += [rank] * len(sequences)
             joint += [number] * len(sequences)
             number += 1
+    if not trajectories:
+        # A plan is never of nothing. No loss call has this one, and nothing of it is run.
+        nothing = SequenceInput(np.zeros(1, np.int64), np.zeros(1, bool))
+        trajectories, placement, joint = [_trajectory(nothing, 0)], [min(of_ranks)], [number]
     return Batch(
         tuple(trajectories),
         tuple(placement),

@@ -293,6 +293,30 @@ def after_an_error() -> dict[str, bool]:
     return checks
 
 
+class MayBeEmpty(Adapter):
+    """Whose loss takes a microbatch without samples."""
+
+    def loss(self, microbatch: Any, scores: Any, *, non_loss_data: bool = False) -> Any:
+        if microbatch:
+            return super().loss(microbatch, scores, non_loss_data=non_loss_data)
+        return torch.zeros(()), torch.tensor(0, dtype=torch.int), {"loss": torch.zeros(()), "tokens": torch.tensor(0)}
+
+
+def with_an_idle_rank(model: Model) -> tuple[float, list[int | None], list[int | None]]:
+    """One data-parallel rank has no sequence, against one whose sequences have no weight; difference of gradients, tokens."""
+    framework = Framework(Case(model, door="adapter", loss="triple"))
+    microbatches = framework.samples(0)
+    if framework.data_rank == 1:
+        microbatches = [[replace(s, weights=0.0 * s.weights) for s in samples] for samples in microbatches]
+    expected = framework._run(get_forward_backward_func(), "adapter", microbatches, {})
+    if framework.data_rank == 1:
+        microbatches = [[] for _ in microbatches]
+    with enable_prefix_reuse(framework.model, prefix_reuse="on"):
+        got = framework._run(forward_backward, "adapter", microbatches, {"adapter": MayBeEmpty("triple")})
+    restore()
+    return difference(got.gradients, expected.gradients), got.num_tokens, expected.num_tokens
+
+
 def wrong_gradient() -> None:
     """A mutant: the step leaves the gradient of one parameter a little too long."""
     run = StepRunner.run
@@ -400,6 +424,14 @@ def test_ranks_that_share_sequences_call_the_loss_on_whole_ones(worlds: Worlds, 
 def test_scoring_and_steps_that_share_nothing(worlds: Worlds) -> None:
     (checks,) = worlds[1].run(other_calls, timeout_s=120)
     assert all(checks.values()), checks
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_rank_may_have_nothing_to_run(worlds: Worlds, ep: int) -> None:
+    model = Model(ParallelLayout(dp=2, ep=ep), options={**PER_TOKEN, **(MOE if ep > 1 else {})})
+    for error, num_tokens, expected in worlds[2].run(with_an_idle_rank, model, timeout_s=120):
+        assert error < (1e-10 if ep == 1 else 1e-6)
+        assert num_tokens == expected
 
 
 def test_a_step_after_an_error_is_right(worlds: Worlds) -> None:
