@@ -118,7 +118,7 @@ class Model:
         if self.ddp is None:
             model.config.finalize_model_grads_func = None
             return model
-        inner = model if self.dtype == torch.float64 else Float16Module(model.config, model)
+        inner = Float16Module(model.config, model) if self.dtype == torch.bfloat16 else model
         ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(**self.ddp), inner)
         ddp.broadcast_params()
         return ddp
