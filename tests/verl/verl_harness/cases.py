@@ -132,8 +132,8 @@ def worker_update(folder: Path, vendor: str | None) -> dict[str, Any]:
     return dict(tu.get(worker.train_batch(batch), "metrics"))
 
 
-def checkpoint_there_and_back(folder: Path, out: Path) -> None:
-    """Asserts that weights go through our engine as they go through verl's own."""
+def checkpoint_there_and_back(folder: Path, out: Path) -> float:
+    """Asserts that state goes from our engine to verl's own and back to the bit; the largest weight difference after one step of each."""
     own = build(folder, Layout(), None)
     ours = build(folder, Layout(), "prefixflow", is_first=False)
     assert own.module[0].state_dict().keys() == ours.module[0].state_dict().keys()
@@ -141,10 +141,34 @@ def checkpoint_there_and_back(folder: Path, out: Path) -> None:
     _train_on(ours, seed=2)
     # Megatron's optimizer has nothing to load into before its first step.
     _train_on(own, seed=3)
-    ours.save_checkpoint(str(out), global_step=1)
+    _hand_over(ours, own, out / "ours")
+    for engine in (own, ours):
+        _train_on(engine, seed=4)
+    error = max(
+        float((a - b).abs().max()) for a, b in zip(own.module[0].parameters(), ours.module[0].parameters(), strict=True)
+    )
+    _hand_over(own, ours, out / "own")
+    return error
+
+
+def _hand_over(giver: Any, taker: Any, out: Path) -> None:
+    """Through a checkpoint: weights, moments and step counts are equal then."""
+    giver.save_checkpoint(str(out), global_step=1)
     with torch.no_grad():  # float32 parameters are leaves, which Megatron copies into
-        own.load_checkpoint(str(out), del_local_after_load=False)
-    _assert_equal_exports(own, ours)
+        taker.load_checkpoint(str(out), del_local_after_load=False)
+    # Without Apex and Transformer Engine, Megatron loads one `step` for all parameters, which each of them would count up.
+    for state in _adam_states(taker):
+        state["step"] = state["step"].clone()
+    _assert_equal_exports(giver, taker)
+    for given, taken in zip(_adam_states(giver), _adam_states(taker), strict=True):
+        assert given.keys() == taken.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(given[name], taken[name]) for name in given)
+
+
+def _adam_states(engine: Any) -> list[dict[str, Tensor]]:
+    """Of every parameter, in the order of the optimizer."""
+    adams = [part.optimizer for part in engine.optimizer.chained_optimizers]
+    return [adam.state[p] for adam in adams for group in adam.param_groups for p in group["params"]]
 
 
 def _train_on(engine: Any, seed: int) -> None:
