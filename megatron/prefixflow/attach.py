@@ -55,6 +55,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "attention_kernel": KERNEL_NAMES,
     "prefix_memory": ("auto", *(policy.value for policy in ActivationPolicy)),
     "context_parallel_kv": ("auto", *(value.value for value in ContextKV)),
+    "route_mismatch": tuple(value.value for value in RouteMismatch),
     "on_mismatch": ("stop", "fallback"),
 }
 _HANDLE = "_prefix_reuse_handle"
@@ -68,6 +69,8 @@ class ReuseSettings:
     prefix_reuse: 'auto' shares where it saves more than it costs, 'on' all there is, 'off' nothing (the framework's own
         schedule runs).
     kv_budget_gib, memory_budget_gib: GiB of one device, of cached K/V and of everything; None for no limit.
+    route_mismatch: of routes to replay that differ in a shared position: 'exact' does not share it, 'first' takes those of the
+        first sequence of the step, which changes the result.
     verify_steps: so many first steps are also run by the framework's own schedule and compared; a mismatch stops the run or
         falls back to that schedule for good (`on_mismatch`).
     require_sharing: a step in which nothing is shared is an error.
@@ -82,6 +85,7 @@ class ReuseSettings:
     kv_budget_gib: float | None = None
     memory_budget_gib: float | None = None
     context_parallel_kv: str = "auto"
+    route_mismatch: str = "exact"
     verify_steps: int = 0
     on_mismatch: str = "stop"
     require_sharing: bool = False
@@ -161,7 +165,7 @@ class PrefixReuseHandle:
         """What planning a step needs to know.
 
         max_tokens: physical tokens of a microbatch, where the settings have none; it is raised to what a microbatch needs at
-            least. with_routes: replay the trajectories' routes; positions with other routes are not shared.
+            least. with_routes: replay the trajectories' routes, as the setting `route_mismatch` says.
         """
         config, layout = self.chunks[0].config, self.layout
         pads = config.sequence_parallel or layout.cp > 1
@@ -176,7 +180,7 @@ class PrefixReuseHandle:
             stage_layers=self._stage_layers,
             expert_block=self.expert_block,
             equal_tokens=config.moe_token_dispatcher_type == "allgather" and self.expert_block > 1,
-            route_mismatch=RouteMismatch.EXACT if with_routes else None,
+            route_mismatch=RouteMismatch(self.settings.route_mismatch) if with_routes else None,
             prefix_reuse=PrefixReuse(self.settings.prefix_reuse),
             cost=CostModel.of_shape(self.shape),
         )

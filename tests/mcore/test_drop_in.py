@@ -6,17 +6,20 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from torch import Tensor
 
 from megatron.prefixflow import enable_prefix_reuse, forward_backward
+from megatron.prefixflow.adapter import SequenceInput
 from megatron.prefixflow.attach_checks import accept_core_attention
 from megatron.prefixflow.model import bare_model
 from megatron.prefixflow.step import StepRunner
@@ -509,6 +512,47 @@ def test_an_adapter_may_call_its_loss_in_parts(worlds: Worlds) -> None:
     ((error, parts, whole),) = worlds[1].run(in_parts, timeout_s=120)
     assert error < 1e-12
     assert parts == whole
+
+
+class Routed(Adapter):
+    """Replays routes, in which all samples differ at position 1 unless `agreed`: then those of the first of a prefix hold."""
+
+    def __init__(self, agreed: bool) -> None:
+        super().__init__("pair")
+        self._agreed = agreed
+        self._num_samples = 0
+        self._first: dict[bytes, int] = {}
+
+    def sequences(self, microbatch: Sequence[Sample]) -> list[SequenceInput]:
+        return [replace(s, routes=self._routes(s.tokens)) for s in super().sequences(microbatch)]
+
+    def _routes(self, tokens: np.ndarray) -> np.ndarray:
+        number, self._num_samples = self._num_samples, self._num_samples + 1
+        expert = np.array(tokens)
+        expert[1] = self._first.setdefault(tokens[:2].tobytes(), number) if self._agreed else number
+        pairs = np.stack([expert, expert + 1], 1) % MOE["num_moe_experts"]
+        return np.repeat(pairs[:, None], 2, 1).astype(np.int16)
+
+
+def conflicting_routes() -> dict[str, tuple[Outcome, float]]:
+    """A step under both settings of `route_mismatch`, and one without conflicts; the part of tokens that was shared."""
+    framework = Framework(Case(Model(options=MOE)))
+    found = {}
+    for name, setting, agreed in (("exact", "exact", False), ("first", "first", False), ("agreed", "exact", True)):
+        with enable_prefix_reuse(framework.model, prefix_reuse="on", route_mismatch=setting) as handle:
+            outcome = framework._run(forward_backward, "adapter", framework.samples(0), {"adapter": Routed(agreed)})
+            found[name] = outcome, handle.metrics["prefixflow/shared_tokens_ratio"]
+    restore()
+    return found
+
+
+def test_conflicting_routes_share_where_the_first_ones_hold(worlds: Worlds) -> None:
+    (found,) = worlds[1].run(conflicting_routes, timeout_s=120)
+    first, shared = found["first"]
+    agreed, shared_in_agreement = found["agreed"]
+    assert is_same(first, agreed)
+    assert found["exact"][1] < shared == shared_in_agreement
+    assert difference(found["exact"][0].gradients, first.gradients) > 1e-4
 
 
 def test_the_example_runs() -> None:
