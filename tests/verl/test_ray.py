@@ -14,13 +14,14 @@ from verl_harness.models import VOCAB_SIZE, save_tiny
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 TIMEOUT_S = 600
-# The three lines of docs/integrations/verl.md, the shape of the run, and stand-ins for what needs a GPU.
+# The lines of docs/integrations/verl.md, the shape of the run, and stand-ins for what needs a GPU.
 ARGUMENTS = [
-    "actor_rollout_ref.model.external_lib=megatron.prefixflow.integrations.verl",
-    "actor_rollout_ref.actor.use_prefix_grouper=True",
-    "+actor_rollout_ref.actor.megatron.override_mcore_model_config.prefixflow.require_sharing=True",
     "model_engine=megatron",
+    "actor_rollout_ref.model.external_lib=megatron.prefixflow.integrations.verl",
+    "actor_rollout_ref.actor.megatron.vanilla_mbridge=True",
+    "actor_rollout_ref.actor.use_prefix_grouper=True",
     "trainer.use_v1=False",
+    "+actor_rollout_ref.actor.megatron.override_mcore_model_config.prefixflow.require_sharing=True",
     "algorithm.adv_estimator=grpo",
     "data.train_batch_size=4",
     "data.max_prompt_length=64",
@@ -44,8 +45,6 @@ ARGUMENTS = [
     "trainer.logger=[console,file]",
     "trainer.device=cpu",
     "+actor_rollout_ref.model.override_config.attn_implementation=eager",
-    "actor_rollout_ref.actor.megatron.vanilla_mbridge=True",
-    "actor_rollout_ref.ref.megatron.vanilla_mbridge=True",
     "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     "ray_kwargs.ray_init.num_cpus=16",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,6 +106,29 @@ def test_loaded_by_verls_own_variable():
     )
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
     assert run.stdout.split() == ["PrefixReuseEngine"], run.stderr
+
+
+def test_documented_options_are_verls():
+    """Every path that docs/integrations/verl.md names is in verl's configuration, or is added to it by a plus sign."""
+    import verl
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    text = (Path(__file__).parents[2] / "docs" / "integrations" / "verl.md").read_text()
+    roots = "model_engine=|(?:actor_rollout_ref|ray_kwargs|trainer)[.]"
+    named = set(re.findall(rf"(?<![\w.])[+]?(?:{roots})[\w.]+(?:=\w+(?:[.]\w+)*)?", text))
+    trainer = Path(verl.__file__).parent / "trainer"
+    with initialize_config_dir(str(trainer / "config"), version_base=None):
+        config = compose("ppo_trainer", overrides=sorted(option for option in named if "=" in option))
+    paths = {option for option in named if "=" not in option}
+    assert len(paths) >= 3
+    for path in paths:
+        assert OmegaConf.select(config, path) is not None, path
+    assert config.actor_rollout_ref.ref.megatron.vanilla_mbridge, "the reference follows the actor"
+    newer = (trainer / "ppo" / "v1" / "trainer_base.py").read_text()
+    assert "use_prefix_grouper" not in newer, (
+        "the default trainer keeps groups now: take trainer.use_v1 out of the lines"
+    )
 
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
