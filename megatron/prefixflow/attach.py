@@ -94,10 +94,13 @@ class ReuseSettings:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(choices)}.")
-        for name in ("max_tokens_per_microbatch", "kv_budget_gib", "memory_budget_gib"):
+        for name in ("kv_budget_gib", "memory_budget_gib"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value > 0):
                 raise ValueError(f"{name} is {value!r}, expected a number above 0, or None.")
+        tokens = self.max_tokens_per_microbatch
+        if tokens is not None and not (isinstance(tokens, int) and tokens > 0):
+            raise ValueError(f"max_tokens_per_microbatch is {tokens!r}, expected a whole number above 0, or None.")
         if not isinstance(self.verify_steps, int) or self.verify_steps < 0:
             raise ValueError(f"verify_steps is {self.verify_steps!r}, expected a whole number of at least 0.")
 

@@ -371,6 +371,7 @@ def test_stages_refuse_together(worlds: Worlds) -> None:
         ({"prefix_reuse": "always"}, "expected one of auto, on, off"),
         ({"route_mismatch": "last"}, "expected one of exact, first"),
         ({"kv_budget_gib": 0.0}, "is 0.0, expected a number above 0"),
+        ({"max_tokens_per_microbatch": 512.5}, "is 512.5, expected a whole number above 0"),
         ({"memory_budget_gib": "80"}, "is '80', expected a number above 0"),
         ({"verify_steps": -1}, "expected a whole number of at least 0"),
     ],
