@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron.prefixflow.adapter import MicrobatchAdapter, SequenceInput, SequenceScores
 from megatron.prefixflow.groups import Groups
+from megatron.prefixflow.items import own_items
 from megatron.prefixflow.recording import (
     ADAPTER,
     Part,
@@ -108,7 +109,9 @@ class AdapterDoor:
         self._adapter = adapter
         self._forward_step_func = forward_step_func
         self._chunks = chunks
-        self._items = [[next(iterator) for _ in range(num_microbatches)] for iterator in chunks.iterators]
+        self._items = [
+            [next(iterator) for _ in range(num_microbatches)] for iterator in map(own_items, chunks.iterators)
+        ]
         # Of an adapter that can do with less than a microbatch at once.
         parts_of = getattr(adapter, "loss_calls", lambda microbatch: (microbatch,))
         calls, sizes = [], [0]

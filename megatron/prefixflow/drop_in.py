@@ -17,9 +17,10 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ from prefixflow.plan.plan import Plan
 from prefixflow.runtime.called import CalledObjective
 from prefixflow.trajectories.types import Trajectory
 
+_LOGGER = logging.getLogger(__name__)
+_Made = TypeVar("_Made")
 _GROUP = "step"
 """Sharing is found by tokens: all sequences of a step may share."""
 
@@ -89,21 +92,22 @@ def forward_backward(
         force_all_reduce=force_all_reduce,
     )
     handle = handle_of(model)
-    if handle is None or handle.gave_up:
+    if handle is None or handle.gave_up or handle.settings.prefix_reuse == "off":
         if handle is not None:
             handle.metrics = _metrics(Sums(), fallback=True)
         return schedule.original(forward_step_func, data_iterator)
     schedule.check(handle.groups)
-    chunks = Chunks.of(model, data_iterator)
-    runner = handle.runner
-    door = open_door(
-        adapter,
-        forward_step_func,
-        chunks,
-        num_microbatches,
-        handle.groups,
-        runner.device,
-        training=not forward_only,
+    door = all_or_none(
+        lambda: open_door(
+            adapter,
+            forward_step_func,
+            Chunks.of(model, data_iterator),
+            num_microbatches,
+            handle.groups,
+            handle.runner.device,
+            training=not forward_only,
+        ),
+        handle,
     )
     return _Step(handle, schedule, door).run()
 
@@ -206,10 +210,7 @@ class _Step:
         self._config = handle.chunks[0].config
 
     def run(self) -> list[Any]:
-        batch = gather_batch(self._door, self._handle)
-        if self._handle.settings.prefix_reuse == "off":
-            return self._without_sharing(batch)
-        plan = self._plan(batch)
+        batch, plan = all_or_none(self._planned, self._handle)
         sums = Sums.of(plan, self._handle.groups, self._runner.device)
         if not sums.num_sharing:
             return self._without_sharing(batch)
@@ -217,16 +218,18 @@ class _Step:
         with _timed(self._config):
             return self._train(plan, batch) if self._training else self._score(plan, batch)
 
-    def _plan(self, batch: Batch) -> Plan:
+    def _planned(self) -> tuple[Batch, Plan]:
+        batch = gather_batch(self._door, self._handle)
         recording = RoutingReplay.OFF if self._door.keep_routes is None else RoutingReplay.RECORD
         self._runner.routing_replay = RoutingReplay.ROLLOUT if batch.has_routes else recording
-        return self._runner.plan_calls(
+        plan = self._runner.plan_calls(
             batch.trajectories,
             self._handle.plan_config(batch.num_tokens, with_routes=batch.has_routes),
             placement=batch.placement,
             joint=batch.joint,
             group=self._handle.planning_group,
         )
+        return batch, plan
 
     def _without_sharing(self, batch: Batch) -> list[Any]:
         if self._handle.settings.require_sharing and self._training:
@@ -294,7 +297,6 @@ class _Step:
     def _verified(self, plan: Plan, batch: Batch) -> tuple[LossContract, list[Any]]:
         """Run the step both ways from the same gradients; keeps ours, or the original's where they differ and that is wanted."""
         handle = self._handle
-        handle.num_verified += 1
         # Gradients are compared before any of them is reduced.
         self._runner.reduction = None
         before = Snapshot(handle.chunks)
@@ -312,16 +314,40 @@ class _Step:
             torch.float32 if dtype == torch.float64 else dtype, has_experts=bool(self._config.num_moe_experts)
         )
         if problem is None:
+            handle.num_verified += 1
             return losses, losses.results
-        story = f"verify_steps: step {handle.num_verified} with prefix reuse is not the original one: {problem}."
+        original.restore()
+        story = f"verify_steps: step {handle.num_verified + 1} with prefix reuse is not the original one: {problem}."
         if handle.settings.on_mismatch == "stop":
             raise RuntimeError(
-                f"{story} Report it with the model's configuration; on_mismatch='fallback' trains on without prefix reuse."
+                f"{story} The gradients are left as the original schedule made them, not reduced. Report it with the model's "
+                "configuration; on_mismatch='fallback' trains on without prefix reuse."
             )
-        original.restore()
+        _LOGGER.warning("%s Training goes on without prefix reuse.", story)
         handle.gave_up = True
-        handle.metrics = _metrics(Sums(), fallback=True)
+        error = handle.metrics["prefixflow/gradient_error"]
+        handle.metrics = {**_metrics(Sums(), fallback=True), "prefixflow/gradient_error": error}
         return losses, results
+
+
+def all_or_none(make: Callable[[], _Made], handle: PrefixReuseHandle) -> _Made:
+    """What `make` returns; what one data-parallel rank fails at, all raise (collective over them)."""
+    groups, failure, made = handle.groups, None, None
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+    if groups.data_parallel.size() > 1:
+        failed = torch.tensor(float(failure is not None), device=handle.runner.device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=groups.data_parallel)
+        if failed and failure is None:
+            failure = RuntimeError(
+                "forward_backward: another data-parallel rank could not read or plan its microbatches, and its own error says why; "
+                "this one stops with it, before anything has run."
+            )
+    if failure is not None:
+        raise failure
+    return cast(_Made, made)
 
 
 def gather_batch(door: Door, handle: PrefixReuseHandle) -> Batch:

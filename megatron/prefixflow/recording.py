@@ -31,6 +31,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron.prefixflow.adapter import SequenceInput
+from megatron.prefixflow.items import Untouched, own_items
 
 _FORWARD = inspect.signature(GPTModel.forward)
 _READ = ("input_ids", "position_ids", "attention_mask", "labels", "packed_seq_params", "loss_mask")
@@ -129,8 +130,13 @@ class _StandIn:
 def record(
     forward_step_func: Callable[..., Any], data_iterator: Any, model: Any, num_microbatches: int
 ) -> tuple[Recording, ...]:
-    """The forward steps of the microbatches of one model chunk; ValueError where one does not hand on the model's output."""
-    recordings = []
+    """The forward steps of the microbatches of one model chunk.
+
+    ValueError where one does not hand on the model's output, or refills tensors that an earlier one has handed out.
+    """
+    recordings: list[Recording] = []
+    untouched: list[Untouched] = []
+    data_iterator = own_items(data_iterator)
     for number in range(num_microbatches):
         recorder = _Recorder()
         output, loss_func = forward_step_func(data_iterator, _StandIn(model, recorder))
@@ -146,6 +152,13 @@ def record(
                 f"as it is and change it in the loss function, or {ADAPTER}."
             )
         recordings.append(Recording(args, kwargs, loss_func))
+        untouched.append(Untouched({"the model": (args, kwargs), "the loss function": loss_func}))
+    for number, of_step in enumerate(untouched):
+        if (holder := of_step.changed()) is not None:
+            raise ValueError(
+                f"Microbatch {number}: a tensor that the forward step gave to {holder} was written to by a later forward step, but all "
+                f"microbatches are read before the first one runs. Use new tensors for each microbatch, or {ADAPTER}."
+            )
     return tuple(recordings)
 
 

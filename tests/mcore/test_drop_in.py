@@ -6,7 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -296,6 +296,56 @@ def after_an_error() -> dict[str, bool]:
     return checks
 
 
+@dataclass(frozen=True)
+class Refilled:
+    """A loader with one set of buffers, which it fills anew for each microbatch."""
+
+    items: list[dict[str, Tensor]]
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        buffers = {name: None if tensor is None else tensor.clone() for name, tensor in self.items[0].items()}
+        for item in self.items:
+            for name, tensor in item.items():
+                if tensor is not None:
+                    buffers[name].copy_(tensor)
+            yield buffers
+
+
+class Refilling(Framework):
+    def _data(self, door: str, microbatches: list[list[Sample]]) -> tuple[Any, Any]:
+        forward_step, items = super()._data(door, microbatches)
+        return forward_step, Refilled(items)
+
+
+def with_refilled_buffers() -> dict[str, bool]:
+    """Against Megatron's own schedule with tensors of its own for each microbatch."""
+    case = Case(Model())
+    expected, framework = Framework(case).original(0), Refilling(case)
+    checks = {"Megatron's own may do it": is_same(framework.original(0), expected)}
+    for reuse in ("on", "off"):
+        with enable_prefix_reuse(framework.model, prefix_reuse=reuse) as handle:
+            checks[reuse] = difference(framework.ours(0).gradients, expected.gradients) < 1e-10
+            checks[f"{reuse}: by reuse"] = handle.metrics["prefixflow/fallback"] == (reuse == "off")
+    return checks
+
+
+def refused_on_one_rank() -> tuple[str, bool]:
+    """The error of this data-parallel rank where one of them changes the output; whether the next step is right."""
+    framework = Framework(Case(layout(dp=2)))
+    expected = framework.original(1)
+    step = foreign.forward_step
+
+    def changing(loss: str, with_mask: bool, data: Any, model: Any) -> tuple[Any, Any]:
+        output, loss_func = step(loss, with_mask, data, model)
+        return (output * 2 if framework.data_rank == 1 else output), loss_func
+
+    with enable_prefix_reuse(framework.model, prefix_reuse="on"):
+        patch(foreign, "forward_step", changing)
+        error = error_of(framework)
+        restore()
+        return error, difference(framework.ours(1).gradients, expected.gradients) < 1e-10
+
+
 class MayBeEmpty(Adapter):
     """Whose loss takes a microbatch without samples."""
 
@@ -346,10 +396,18 @@ def verified(case: Case) -> dict[str, Any]:
         report["not compared"] = difference(framework.ours(1).gradients, expected[1].gradients)
     with enable_prefix_reuse(framework.model, **settings):
         report["stopped"] = error_of(framework)
+        report["stopped again"] = error_of(framework)
+        left = framework.gradients()
+    if case.model.layout.dp == 1:
+        # Elsewhere they are not reduced yet.
+        framework.config.finalize_model_grads_func = None
+        report["left"] = difference(left, framework.original(0).gradients)
+        framework.config.finalize_model_grads_func = framework._finalized
     with enable_prefix_reuse(framework.model, **settings, on_mismatch="fallback") as handle:
-        report["fell back"] = [
-            difference(framework.ours(step).gradients, expected[step].gradients) for step in range(2)
-        ]
+        report["fell back"] = []
+        for step in range(2):
+            report["fell back"].append(difference(framework.ours(step).gradients, expected[step].gradients))
+            report.setdefault("mismatch", handle.metrics.get("prefixflow/gradient_error"))
         report["fallback"] = handle.metrics["prefixflow/fallback"]
     restore()
     return report
@@ -455,6 +513,10 @@ def test_steps_can_be_verified(worlds: Worlds, model: Model) -> None:
         assert report["not compared"] > 1e-4
         assert "verify_steps: step 1 with prefix reuse is not the original one: the gradient of" in report["stopped"]
         assert "linear_fc1" in report["stopped"]
+        assert report["stopped again"] == report["stopped"]
+        assert report.get("left", 0) == 0
+        assert ("left" in report) == (model.layout.dp == 1)
+        assert 1e-4 < report["mismatch"] < 1e-2
         assert max(report["fell back"]) == 0
         assert report["fallback"] == 1
 
@@ -479,6 +541,19 @@ def test_what_one_stage_refuses_all_refuse(worlds: Worlds) -> None:
     for error, went_on in worlds[2].run(refused_on_one_stage, timeout_s=120):
         assert error.startswith("Pipeline rank 1: The forward step uses the model's output before it returns it (mul)")
         assert went_on
+
+
+def test_a_loader_may_refill_its_buffers(worlds: Worlds) -> None:
+    (checks,) = worlds[1].run(with_refilled_buffers, timeout_s=120)
+    assert all(checks.values()), checks
+
+
+def test_what_one_data_parallel_rank_refuses_stops_all(worlds: Worlds) -> None:
+    (bystander, went_on), (refused, also_went_on) = worlds[2].run(refused_on_one_rank, timeout_s=120)
+    assert "another data-parallel rank could not read or plan its microbatches" in bystander
+    assert refused.startswith("The forward step uses the model's output before it returns it (mul)")
+    assert went_on
+    assert also_went_on
 
 
 class Sums(Adapter):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron.prefixflow.items import own_items
 from megatron.prefixflow.recording import Part, Reading, Recording, TokenLosses, merged, read, record, replay
 
 TOKENS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]])
@@ -169,3 +170,49 @@ def test_an_output_that_is_used_too_early(change: Callable[[Any], Any], words: s
 def test_a_forward_step_that_calls_no_model() -> None:
     with pytest.raises(ValueError, match="called the model 0 times, expected once"):
         record(lambda data, model: (next(data), None), iter([TOKENS]), Inner(), 1)
+
+
+def refilling(holder: str) -> Callable[[Any, Any], Any]:
+    """A forward step that copies each microbatch into one buffer, which the model or the loss function is given."""
+    static = torch.zeros_like(TOKENS)
+
+    def forward_step(data: Any, model: Any) -> Any:
+        tokens = next(data)
+        static.copy_(tokens)
+        output = model(static if holder == "the model" else tokens, None, None, labels=LABELS)
+        return output, {
+            "the model": None,
+            "the loss function": partial(torch.add, static),
+            "a closure": lambda losses: losses + static,
+        }[holder]
+
+    return forward_step
+
+
+@pytest.mark.parametrize("holder", ["the model", "the loss function", "a closure"])
+def test_tensors_that_a_later_forward_step_writes_to_are_refused(holder: str) -> None:
+    named = "the loss function" if holder == "a closure" else holder
+    with pytest.raises(
+        ValueError, match=f"Microbatch 0: a tensor that the forward step gave to {named} was written to"
+    ):
+        record(refilling(holder), iter([TOKENS, TOKENS]), Inner(), 2)
+    assert len(record(refilling(holder), iter([TOKENS]), Inner(), 1)) == 1
+
+
+def test_items_are_copied_as_they_are_read() -> None:
+    buffer: dict[str, Any] = {"tokens": torch.zeros(2), "more": [np.zeros(1), (torch.zeros(1), "name")]}
+
+    def refill() -> Any:
+        for value in (1.0, 2.0):
+            buffer["tokens"].fill_(value)
+            buffer["more"][0].fill(value)
+            buffer["more"][1][0].fill_(value)
+            yield buffer
+
+    first, second = own_items(refill())
+    for item, value in ((first, 1.0), (second, 2.0)):
+        assert item["tokens"].tolist() == [value, value]
+        assert item["more"][0].tolist() == [value]
+        assert (item["more"][1][0].item(), item["more"][1][1]) == (value, "name")
+    listed = [TOKENS]
+    assert next(own_items(iter(listed))) is TOKENS
