@@ -16,7 +16,8 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,13 +97,20 @@ class ReuseSettings:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(choices)}.")
         for name in ("kv_budget_gib", "memory_budget_gib"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and value > 0):
-                raise ValueError(f"{name} is {value!r}, expected a number above 0, or None.")
+            if value is not None and not (_is_number(value, int | float) and 0 < value < math.inf):
+                raise ValueError(f"{name} is {value!r}, expected a number above 0, or None for no limit.")
         tokens = self.max_tokens_per_microbatch
-        if tokens is not None and not (isinstance(tokens, int) and tokens > 0):
+        if tokens is not None and not (_is_number(tokens, int) and tokens > 0):
             raise ValueError(f"max_tokens_per_microbatch is {tokens!r}, expected a whole number above 0, or None.")
-        if not isinstance(self.verify_steps, int) or self.verify_steps < 0:
+        if not _is_number(self.verify_steps, int) or self.verify_steps < 0:
             raise ValueError(f"verify_steps is {self.verify_steps!r}, expected a whole number of at least 0.")
+        if not isinstance(self.require_sharing, bool):
+            raise ValueError(f"require_sharing is {self.require_sharing!r}, expected True or False.")
+        if self.require_sharing and self.prefix_reuse == "off":
+            raise ValueError(
+                "require_sharing and prefix_reuse='off' contradict each other: nothing is shared then. Use prefix_reuse 'auto' or "
+                "'on', or leave require_sharing out."
+            )
 
     @classmethod
     def of(cls, **settings: Any) -> ReuseSettings:
@@ -309,13 +317,12 @@ def enable_prefix_reuse(model: Any, **settings: Any) -> PrefixReuseHandle:
     Outside our passes the model computes what it did before, to the bit. `disable` of the handle, or the end of a `with`
     block over it, takes reuse off again.
 
-    Raises ValueError, on all ranks of the model alike and before anything is changed, for a model or a setting that is refused.
+    Raises ValueError, on all ranks alike and before anything is changed, for a model or a setting that any of them refuses, and
+    for settings that differ between them.
     """
-    chosen = ReuseSettings.of(**settings)
     chunks = [bare_model(chunk) for chunk in _listed(model)]
-    shared = shared_groups()
-    _agree(shared.groups, _refusal(model, chunks))
-    return PrefixReuseHandle(model, chunks, chosen, shared)
+    chosen = _agreed(settings, _refusal(model, chunks))
+    return PrefixReuseHandle(model, chunks, chosen, shared_groups())
 
 
 def handle_of(model: Any) -> PrefixReuseHandle | None:
@@ -414,6 +421,8 @@ def _starts_reductions(ddp: Any) -> bool:
 def _refusal(model: Any, chunks: Sequence[Any]) -> str | None:
     """Why this rank's part of the model is refused."""
     try:
+        if not chunks:
+            raise ValueError("got an empty list. Give the list of this rank's model chunks that the framework holds.")
         for wrapped, chunk in zip(_listed(model), chunks, strict=True):
             check_wrappers(_wrappers(wrapped))
             if handle_of(chunk) is not None:
@@ -431,13 +440,41 @@ def _refusal(model: Any, chunks: Sequence[Any]) -> str | None:
     return None
 
 
-def _agree(groups: Groups, refusal: str | None) -> None:
-    """Raise on every rank of the model where one refuses its part."""
-    refusals: list[str | None] = [None] * groups.model_parallel.size()
-    dist.all_gather_object(refusals, refusal, group=groups.model_parallel)
+def _agreed(settings: Mapping[str, Any], refusal: str | None) -> ReuseSettings:
+    """The settings of all ranks; ValueError on every rank of the world where one refuses its model or settings, or they differ.
+
+    A rank that refused alone would leave the others waiting for it.
+    """
+    chosen: ReuseSettings | None = None
+    try:
+        chosen = ReuseSettings.of(**settings)
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        refusal = refusal and f"Prefix reuse cannot be enabled on this model: {refusal}"
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (chosen, refusal))
+    refusals = [found for _, found in told]
     for found in refusals:
         if found is not None:
-            raise ValueError(f"Prefix reuse cannot be enabled on this model: {found}")
+            raise ValueError(found if set(refusals) == {found} else f"{found} ({_ranks_with(refusals, found)})")
+    for field in dataclasses.fields(ReuseSettings):
+        values = [getattr(of_rank, field.name) for of_rank, _ in told]
+        if len(distinct := list(dict.fromkeys(values))) > 1:
+            differing = ", ".join(f"{value!r} on {_ranks_with(values, value)}" for value in distinct)
+            raise ValueError(f"{field.name} differs between ranks: {differing}. Give all ranks the same settings.")
+    assert chosen is not None
+    return chosen
+
+
+def _ranks_with(values: Sequence[Any], value: Any) -> str:
+    ranks = [str(rank) for rank, its_value in enumerate(values) if its_value == value]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}"
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    # A boolean is a whole number to Python.
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _layout(groups: Groups, num_chunks: int) -> ParallelLayout:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -304,6 +306,7 @@ MODELS: dict[str, tuple[Callable[[GPTModel], Any], dict[str, Any]]] = {
     "'learned_absolute', expected 'rope'": (lambda model: None, {"position_embedding_type": "learned_absolute"}),
     "expected a GPTModel": (lambda model: model.decoder, {}),
     "got 2 model chunks, expected all 1": (lambda model: [model, model], {}),
+    "got an empty list": (lambda model: [], {}),
 }
 
 
@@ -373,13 +376,46 @@ def test_stages_refuse_together(worlds: Worlds) -> None:
         ({"kv_budget_gib": 0.0}, "is 0.0, expected a number above 0"),
         ({"max_tokens_per_microbatch": 512.5}, "is 512.5, expected a whole number above 0"),
         ({"memory_budget_gib": "80"}, "is '80', expected a number above 0"),
+        ({"memory_budget_gib": math.inf}, "is inf, expected a number above 0"),
+        ({"kv_budget_gib": math.nan}, "is nan, expected a number above 0"),
         ({"verify_steps": -1}, "expected a whole number of at least 0"),
+        ({"verify_steps": True}, "is True, expected a whole number"),
+        ({"require_sharing": "no"}, "require_sharing is 'no', expected True or False"),
+        ({"require_sharing": True, "prefix_reuse": False}, "contradict each other"),
     ],
 )
 def test_refused_settings(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence.replace("?", r"\?")):
         ReuseSettings.of(**settings)
     assert ReuseSettings.of(prefix_reuse=True).prefix_reuse == "on"
+
+
+def different_ranks(**layout: int) -> list[str]:
+    """What each rank says where one has other settings than the other, a setting that is refused, or a model that is."""
+    start_session(ParallelLayout(**layout), 1)
+    rank, stages = dist.get_rank(), layout.get("pp", 1)
+    config = config_of(pipeline_model_parallel_size=stages, pipeline_dtype=torch.float32)
+    model = stock_model(config, pre_process=stages == 1 or rank == 0, post_process=stages == 1 or rank == 1)
+    sentences = []
+    for given, settings in (
+        (model, {"prefix_reuse": "on" if rank else "auto"}),
+        (model, {"verify_steps": -rank}),
+        ([] if rank else model, {}),
+    ):
+        with pytest.raises(ValueError, match="rank") as raised:
+            enable_prefix_reuse(given, **settings)
+        sentences.append(str(raised.value))
+    enable_prefix_reuse(model).disable()
+    return sentences
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2}])
+def test_all_ranks_refuse_what_one_of_them_does(worlds: Worlds, layout: dict[str, int]) -> None:
+    first, second = worlds[2].run(partial(different_ranks, **layout))
+    assert first == second
+    assert first[0].startswith("prefix_reuse differs between ranks: 'auto' on rank 0, 'on' on rank 1.")
+    assert first[1].startswith("verify_steps is -1") and first[1].endswith("(rank 1)")
+    assert "got an empty list" in first[2] and first[2].endswith("(rank 1)")
 
 
 # Gradient buffers of somebody else's DDP.
