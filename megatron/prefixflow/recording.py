@@ -32,6 +32,7 @@ from torch import Tensor
 
 from megatron.prefixflow.adapter import SequenceInput
 from megatron.prefixflow.items import Untouched, own_items
+from prefixflow.trajectories.types import TrajectoryError
 
 _FORWARD = inspect.signature(GPTModel.forward)
 _READ = ("input_ids", "position_ids", "attention_mask", "labels", "packed_seq_params", "loss_mask")
@@ -205,6 +206,7 @@ class Part:
         if (mask := given.get("attention_mask")) is not None:
             part = replace(part, num_causal=_num_causal(mask, where))
         if (positions := given.get("position_ids")) is not None:
+            positions = torch.atleast_2d(positions)
             counted = positions == torch.arange(positions.shape[-1], device=positions.device)
             part = replace(part, num_counted=_num_leading(counted))
         return part
@@ -255,7 +257,17 @@ def read(part: Part, where: str, *, training: bool) -> Reading:
         raise ValueError(
             f"{where}: input_ids have the shape {list(part.tokens.shape)} and labels {list(part.labels.shape)}, expected one shape."
         )
+    if part.labels.ndim != 2:
+        raise ValueError(
+            f"{where}: input_ids and labels have the shape {list(part.labels.shape)}, expected [batch, sequence]. Add a dimension of 1 "
+            "in front for a single row."
+        )
     rows, width = part.labels.shape
+    if part.loss_mask is not None and part.loss_mask.shape not in ((rows, width), (rows * width,)):
+        raise ValueError(
+            f"{where}: loss_mask has the shape {list(part.loss_mask.shape)}, expected that of the labels, {[rows, width]}: entry t says "
+            "whether the loss reads label t."
+        )
     if part.starts is None:
         starts, lengths = np.arange(rows) * width, np.full(rows, width)
     else:
@@ -280,7 +292,10 @@ def read(part: Part, where: str, *, training: bool) -> Reading:
                 f"Pass loss_mask to the model, or {ADAPTER}."
             )
         _check_row(part, number, row.num_positions, where)
-        sequences.append(row.sequence())
+        try:
+            sequences.append(row.sequence())
+        except TrajectoryError as error:
+            raise error.at(f"{where}, sequence {number}", "input_ids") from error
         scored[span] = row.scored
         places.append(np.arange(start, start + row.num_positions))
     return Reading(tuple(sequences), (rows, width), np.concatenate([np.zeros(0, np.int64), *places]), scored)
@@ -352,7 +367,8 @@ class TokenLosses:
             row, position = divmod(int(read.nonzero()[0]), self._reading.shape[1])
             raise ValueError(
                 f"{self._where}: the loss reads row {row}, position {position}, whose label is not the token that follows, or which "
-                f"the loss_mask given to the model leaves out. Mask it in the loss, or {ADAPTER}."
+                "the loss_mask given to the model leaves out. Pass the mask that the loss goes by to the model as loss_mask=, so that "
+                f"rows end where it does; where a label in the middle of a row is another token, {ADAPTER}."
             )
 
 

@@ -46,7 +46,7 @@ from prefixflow.runtime.trace import together
 from prefixflow.schedule.ops import Op
 from prefixflow.schedule.residency import ActivationPolicy, MemoryPlan, Move
 from prefixflow.schedule.search import rank_table
-from prefixflow.trajectories.types import Trajectory, check_routes
+from prefixflow.trajectories.types import Trajectory, check_routes, check_trajectories
 
 
 def rank_trajectories(plan: Plan, data_rank: int) -> tuple[int, ...]:
@@ -148,7 +148,9 @@ class StepRunner:
         group: dist.ProcessGroup,
     ) -> Plan:
         """Plan a step of placed trajectories under a loss that is called (`CalledObjective`), the same on the ranks of `group`
-        (`groups.planning_group`). Under a memory budget passes are run from here on as was chosen for it."""
+        (`groups.planning_group`). Under a memory budget passes are run from here on as was chosen for it. ValueError for tokens
+        beyond the vocabulary."""
+        check_trajectories(trajectories, vocab_size=self.vocab_size)
         plan, self.memory = plan_calls(trajectories, config, self.memory, placement=placement, joint=joint, group=group)
         return plan
 

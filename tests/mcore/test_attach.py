@@ -33,6 +33,7 @@ from prefixflow.plan.layout import ParallelLayout
 from prefixflow.runtime.loss import LossConfig
 from prefixflow.runtime.world import Worlds
 from prefixflow.testing.generate import Style, two_level_groups
+from prefixflow.trajectories.types import Trajectory
 
 VOCABULARY = 64
 KINDS: dict[str, dict[str, Any]] = {
@@ -413,9 +414,10 @@ def different_ranks(**layout: int) -> list[str]:
 def test_all_ranks_refuse_what_one_of_them_does(worlds: Worlds, layout: dict[str, int]) -> None:
     first, second = worlds[2].run(partial(different_ranks, **layout))
     assert first == second
-    assert first[0].startswith("prefix_reuse differs between ranks: 'auto' on rank 0, 'on' on rank 1.")
-    assert first[1].startswith("verify_steps is -1") and first[1].endswith("(rank 1)")
-    assert "got an empty list" in first[2] and first[2].endswith("(rank 1)")
+    differing, setting, model = first
+    assert differing.startswith("prefix_reuse differs between ranks: 'auto' on rank 0, 'on' on rank 1.")
+    assert setting == "verify_steps is -1, expected a whole number of at least 0. (rank 1)"
+    assert "got an empty list" in model
 
 
 # Gradient buffers of somebody else's DDP.
@@ -497,6 +499,11 @@ def steps_that_are_refused() -> list[str]:
         except ValueError as error:
             sentences.append(str(error))
 
+    beyond = Trajectory(id="0", group="step", tokens=[1, VOCABULARY], loss_mask=[0, 1], advantages=0.0)
+    try:
+        handle.runner.plan_calls([beyond], handle.plan_config(8), placement=[0], joint=[0], group=handle.planning_group)
+    except ValueError as error:
+        sentences.append(str(error))
     RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
     try_step()
     RouterReplay.clear_global_router_replay_instances()
@@ -513,6 +520,5 @@ def steps_that_are_refused() -> list[str]:
 
 def test_steps_that_are_refused(worlds: Worlds) -> None:
     (sentences,) = worlds[1].run(steps_that_are_refused)
-    assert ["routing replay is set" in sentences[0], "frozen" in sentences[1], "was disabled" in sentences[2]] == [
-        True
-    ] * 3
+    words = ("below the vocabulary size 64, got 64 at token 1", "routing replay is set", "frozen", "was disabled")
+    assert [expected in sentence for expected, sentence in zip(words, sentences, strict=True)] == [True] * 4

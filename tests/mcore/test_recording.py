@@ -11,6 +11,7 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megatron.prefixflow.adapter import SequenceInput
 from megatron.prefixflow.items import own_items
 from megatron.prefixflow.recording import Part, Reading, Recording, TokenLosses, merged, read, record, replay
 
@@ -91,7 +92,9 @@ def test_a_loss_that_reads_what_was_not_scored_is_an_error_that_names_the_place(
     leaves = [values.clone().requires_grad_() for values in LOGPROBS]
     losses = TokenLosses(reading(), "Microbatch 3", torch.device("cpu"))
     torch.autograd.grad((losses(leaves) * MASK).sum(), leaves)
-    with pytest.raises(ValueError, match=r"Microbatch 3: the loss reads row 1, position 3, .* Mask it in the loss"):
+    with pytest.raises(
+        ValueError, match=r"Microbatch 3: the loss reads row 1, position 3, .* to the model as loss_mask="
+    ):
         torch.autograd.grad(losses(leaves).sum(), leaves)
 
 
@@ -108,6 +111,10 @@ def test_masks_and_positions_of_padding_on_the_right_are_read_over() -> None:
         ({"labels": None}, "without labels on every pipeline stage.* Pass labels"),
         ({"input_ids": None}, "without input_ids"),
         ({"labels": LABELS[:, :3]}, r"shape \[2, 4\] and labels \[2, 3\]"),
+        ({"input_ids": TOKENS[0], "labels": LABELS[0]}, r"have the shape \[4\], expected \[batch, sequence\]"),
+        ({"loss_mask": MASK[:, 1:]}, r"loss_mask has the shape \[2, 3\], expected that of the labels, \[2, 4\]"),
+        ({"input_ids": TOKENS - 3}, r'sequence 0, field "input_ids": expected token ids of 0 or more'),
+        ({"position_ids": torch.tensor([0, 0, 1, 2])}, "row 0: position_ids are not 0"),
         ({"position_ids": torch.tensor([[0, 0, 1, 2]])}, "row 0: position_ids are not 0, 1, 2"),
         ({"attention_mask": ~causal(4)}, "row 0: the attention mask is not causal over the 4 positions"),
         ({"attention_mask": causal(4).triu(2)}, "not causal"),
@@ -126,6 +133,22 @@ def test_masks_and_positions_of_padding_on_the_right_are_read_over() -> None:
 def test_what_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=rf"Microbatch 3.*{words}"):
         reading(**changes)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, list])
+def test_an_adapter_may_give_tensors(kind: Callable[[Any], Any]) -> None:
+    routes = kind([[[0], [1]]] * 2) if kind is not list else None
+    given = SequenceInput(kind([1, 2, 3]), kind([0, 0, 1]), routes=routes)
+    assert (given.tokens.tolist(), np.asarray(given.scored).tolist()) == ([1, 2, 3], [False, False, True])
+    assert given.routes is None or given.routes.tolist() == [[[0], [1]]] * 2
+    with pytest.raises(
+        ValueError, match=r'field "SequenceInput.scored": expected one entry per token, 3 of them, got 2'
+    ):
+        SequenceInput(kind([1, 2, 3]), kind([0, 1]))
+    with pytest.raises(ValueError, match=r'"SequenceInput.scored": expected 0 for the first token'):
+        SequenceInput(kind([1, 2]), torch.ones(2, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r'"SequenceInput.tokens": expected an array \[n\]|a list of integers'):
+        SequenceInput(kind([[1, 2]]))
 
 
 def test_stages_put_together_what_they_know() -> None:
