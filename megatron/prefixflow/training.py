@@ -80,7 +80,7 @@ from megatron.prefixflow.routing import RouteStore, RoutingReplay, moe_layer_num
 from megatron.prefixflow.sampler import Sampler
 from megatron.prefixflow.session import start_session
 from megatron.prefixflow.step import StepRunner, complete_logprobs, spread_logprobs
-from megatron.prefixflow.verify import Snapshot, compare_gradients, copied
+from megatron.prefixflow.verify import Snapshot, compare_gradients, copied, gradient_limit
 from prefixflow.plan.calibrate import Measurement
 from prefixflow.plan.plan import Plan
 from prefixflow.runtime.failures import doing
@@ -508,14 +508,19 @@ class Trainer(Scorer):
         with doing("comparing the step with its dense run"):
             outcome = Outcome.of(done.objective, done.norm, is_counted=self.is_counted)
             errors = compare_gradients(list(reduced_gradients(self.ddp, self.groups)), dense.gradients)
-        config, dtype = self.chunks[0].config, self.job.args.params_dtype
-        problems = problems_of(
-            outcome, dense.outcome, errors, work.trajectories, dtype, has_experts=config.num_moe_experts is not None
-        )
+        dtype, has_experts = self.job.args.params_dtype, self.chunks[0].config.num_moe_experts is not None
+        problems = problems_of(outcome, dense.outcome, errors, work.trajectories, dtype, has_experts=has_experts)
         self._num_verified += 1
+        error = errors.judged(dtype)
         if problems:
             self._mismatched("; ".join(problems))
-        return errors.judged(dtype)
+        else:
+            limit = gradient_limit(dtype, has_experts=has_experts)
+            self.warnings.append(
+                f"step {self.num_steps + 1} agrees with the same step run dense: gradient error {error:.3g}, limit {limit:g} "
+                "(--verify-steps)"
+            )
+        return error
 
     def _mismatched(self, problem: str) -> None:
         sentence = f"step {self.num_steps + 1} differs from the same step run dense (--verify-steps): {problem}"

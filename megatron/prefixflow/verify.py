@@ -33,6 +33,7 @@ TOLERANCE_MOE = {torch.float64: 1e-6, torch.float32: 1e-5}
 TOLERANCE_TOTAL = 0.1
 """In bfloat16, of all gradients at once (docs/numerics.md)."""
 
+
 Named = Sequence[tuple[str, Tensor | None]]
 """Gradients by name in the whole model, always in the same order on a rank; None stands for zero."""
 
@@ -144,14 +145,14 @@ class GradientErrors:
 
     def problem(self, dtype: torch.dtype, *, has_experts: bool) -> str | None:
         """What is wrong, for a sentence that goes on; None where the errors are within the limits of `dtype`."""
+        limit = gradient_limit(dtype, has_experts=has_experts)
         if dtype not in TOLERANCE:
-            if self.total <= TOLERANCE_TOTAL:
+            if self.total <= limit:
                 return None
             return (
-                f"the gradients differ by {self.total:.3g} of their norm, limit {TOLERANCE_TOTAL:g}; most in {self.worst}, by "
+                f"the gradients differ by {self.total:.3g} of their norm, limit {limit:g}; most in {self.worst}, by "
                 f"{self.largest:.3g} of its own"
             )
-        limit = (TOLERANCE_MOE if has_experts else TOLERANCE)[dtype]
         beyond = [name for name, error in self.by_name.items() if not error <= limit]
         if not beyond:
             return None
@@ -159,6 +160,11 @@ class GradientErrors:
             f"the gradient of {self.worst} differs by {self.largest:.3g} of its norm, limit {limit:g}; the first parameter in "
             f"forward order that differs is {beyond[0]}"
         )
+
+
+def gradient_limit(dtype: torch.dtype, *, has_experts: bool) -> float:
+    """What `GradientErrors.judged` may be at most."""
+    return (TOLERANCE_MOE if has_experts else TOLERANCE).get(dtype, TOLERANCE_TOTAL)
 
 
 @torch.no_grad()

@@ -598,6 +598,8 @@ def test_arguments_without_effect_in_this_combination_warn():
     assert any("warning" in line for line in startup_lines(args, parallel_layout(args)))
     args = parse_arguments(["--context-parallel-kv", "ring"])
     assert "--context-parallel-kv" in args.warnings[0]
+    args = parse_arguments(["--verify-steps", "2", "--prefix-reuse", "off"])
+    assert "--verify-steps has no effect with --prefix-reuse off" in args.warnings[0]
 
 
 def test_the_start_says_where_keys_are_under_context_parallelism():

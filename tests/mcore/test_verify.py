@@ -162,6 +162,9 @@ def test_a_verified_step_is_the_step_itself(file: Path, worlds: Worlds, name: st
     assert errors[2] is None
     assert all(0 < error < {"float32": 1e-5, "float64": 1e-6}[dtype] for error in errors[:2])
     assert {line["verify_rel_err"] for line in plain} == {None}
+    said = [line for line in runs[1][0][0][1].splitlines() if "the same step run dense" in line]
+    assert [line.split(" agrees")[0] for line in said] == ["step 1", "step 2"]
+    assert f"gradient error {errors[0]:.3g}, limit " in said[0]
 
 
 def value_gradients_of_prefixes_are_dropped() -> None:
